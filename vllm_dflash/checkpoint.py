@@ -1,0 +1,142 @@
+"""Names and shapes of a drafter's tensors, checked against its config before anything is loaded.
+
+Only the headers of the safetensors files are read. vLLM itself leaves a parameter that no tensor fills at
+random values without a word, and acceptance is then near zero with nothing to explain it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from vllm_dflash.config import DFlashConfig
+
+#: Tensors that a checkpoint may carry and that are not needed: the inverse of d2t, and RoPE buffers.
+_IGNORED = ("t2d", "inv_freq")
+
+
+def check_checkpoint(folder: Path, config: DFlashConfig) -> None:
+    """Refuse a checkpoint with a missing, superfluous or misshapen tensor.
+
+    Args:
+        folder: local folder with `*.safetensors`.
+        config: what its config.json says.
+
+    Raises:
+        ValueError: names the tensors, and the nearest expected name of one that is not known.
+    """
+    found = read_tensor_shapes(folder)
+    required, optional = expected_tensors(config)
+    if config.is_quantised:
+        _check_modules(found, required, config)
+        return
+    problems = [
+        f"'{name}' is not a tensor of this drafter{_did_you_mean(name, required | optional)}"
+        for name in sorted(found.keys() - required.keys() - optional.keys())
+        if not name.endswith(_IGNORED)
+    ]
+    problems += [f"'{name}' is missing" for name in sorted(required.keys() - found.keys())]
+    problems += [
+        f"'{name}' has shape {list(found[name])}, but config.json asks for {list(shape)}"
+        for name, shape in sorted((required | optional).items())
+        if name in found and found[name] != shape
+    ]
+    if config.draft_vocab_size != config.vocab_size:
+        problems += [
+            f"'{name}' is missing, although draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
+            f"{config.vocab_size}"
+            for name in ("d2t", "lm_head.weight")
+            if name not in found
+        ]
+    if problems:
+        raise ValueError(
+            f"drafter '{config.name}' and its config.json do not fit together; it would draft from random values: "
+            + "; ".join(problems)
+            + ". Re-export the checkpoint."
+        )
+
+
+def expected_tensors(config: DFlashConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The (required, optional) tensors of a drafter: name -> shape."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    required: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(config.target_layer_ids) * config.target_hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config.num_layers):
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (q_size, hidden),
+            "self_attn.k_proj.weight": (kv_size, hidden),
+            "self_attn.v_proj.weight": (kv_size, hidden),
+            "self_attn.o_proj.weight": (hidden, q_size),
+            "self_attn.q_norm.weight": (config.head_dim,),
+            "self_attn.k_norm.weight": (config.head_dim,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        if config.attention_bias:
+            for projection, size in (("q", q_size), ("k", kv_size), ("v", kv_size), ("o", hidden)):
+                shapes[f"self_attn.{projection}_proj.bias"] = (size,)
+        if config.has_attention_sinks:
+            shapes["self_attn.attention_sink_bias"] = (config.num_heads,)
+        required |= {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
+    optional: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (config.vocab_size, hidden),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+        "d2t": (config.draft_vocab_size,),
+    }
+    return required, optional
+
+
+def read_tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in the folder's safetensors files, from their headers.
+
+    Raises:
+        ValueError: there is no safetensors file, or one is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"drafter '{folder}' has no *.safetensors file; save it in the safetensors format (pickled weights are "
+            f"not read, because loading them can run code)."
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes |= _read_header(file)
+    return shapes
+
+
+def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_len = int.from_bytes(stream.read(8), "little")
+        try:
+            if not 0 < header_len <= size - 8:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(stream.read(header_len))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if end + 8 + header_len != size:
+                raise ValueError(f"{end + 8 + header_len} bytes are announced, {size} are there")
+            return {name: tuple(entry["shape"]) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"'{file}' is damaged or truncated ({error}); copy or download it again.") from error
+
+
+def _check_modules(found: dict[str, tuple[int, ...]], required: dict[str, tuple[int, ...]], config: DFlashConfig) -> None:
+    # A quantised module has tensors of other names (scales, zero points) and shapes; that it has some can be checked.
+    stored = {name.rpartition(".")[0] for name in found}
+    missing = sorted({name.rpartition(".")[0] for name in required} - stored)
+    if missing:
+        raise ValueError(f"quantised drafter '{config.name}' has no tensors for {', '.join(missing)}. Re-export it.")
+
+
+def _did_you_mean(name: str, known: dict[str, tuple[int, ...]]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean '{nearest[0]}'?)" if nearest else ""

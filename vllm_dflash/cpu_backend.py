@@ -1,0 +1,43 @@
+"""Corrections of vLLM's CPU backend, applied when a DFlash proposer is built on a CPU.
+
+| defect in vLLM 0.32 and 0.33 | consequence | test | can go when |
+|---|---|---|---|
+| `_expand_kernel_impl` (utils/cpu_triton_utils.py) writes into a converted copy of its output and drops it | with speculation on, temperature, top-k and top-p of every verified row are uninitialised memory | tests/engine/test_cpu_backend.py | vLLM issue 55005 is fixed in all supported versions |
+| `ops.rms_norm` ignores all but the first row of a [layers, head_dim] weight (model_executor/models/qwen3_dflash.py, `_normalize_context_k`) | context keys of all layers but the first are scaled by layer 0's K-norm | tests/engine/test_cpu_backend.py | the CPU kernel selects the weight by the outermost index |
+
+The second needs no rebinding: `context_kv.py` normalises each layer by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def correct() -> None:
+    """Rebind `expand_batch_to_tokens` of vLLM's rejection sampler. Idempotent."""
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Repeat each request's value for each of its verified rows.
+
+    Args:
+        x: [num_reqs], any dtype; the result has the same dtype.
+        cu_num_tokens: [num_reqs], integers: running totals of verified rows.
+        num_tokens: the last of these totals.
+        replace_from, replace_to: requests with the first value get the second (greedy's temperature 0 becomes 1).
+
+    Returns:
+        [num_tokens]: with x = [a, b, c] and totals [2, 5, 6]: [a, a, b, b, b, c].
+    """
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return values.repeat_interleave(counts.long(), output_size=num_tokens)

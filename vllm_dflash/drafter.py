@@ -1,0 +1,89 @@
+"""The drafter as a vLLM model: vLLM's DFlashQwen3ForCausalLM with KV injection, loading and head of our own.
+
+Registered over the architecture "DFlashDraftModel", so both of vLLM's runners build it. Layers, weight loaders,
+tensor parallelism and paged attention are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+
+from vllm_dflash.context_kv import ContextKV
+from vllm_dflash.options import DFlashOptions
+
+
+class DrafterLayers(DFlashQwen3Model):
+    """The drafter's layers; context K/V go through `ContextKV`."""
+
+    context_kv: ContextKV | None = None
+
+    def _build_fused_kv_buffers(self) -> None:
+        self.context_kv = ContextKV(self.hidden_norm, [layer.self_attn for layer in self.layers])
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: torch.Tensor,
+        context_positions: torch.Tensor,
+        context_slot_mapping: torch.Tensor | list[torch.Tensor | None] | None = None,
+    ) -> None:
+        """See `ContextKV.store`; vLLM calls it by this name."""
+        if self.context_kv is None:  # dummy weights: load_weights never ran
+            self._build_fused_kv_buffers()
+        assert self.context_kv is not None
+        self.context_kv.store(context_states, context_positions, context_slot_mapping)
+
+
+class Drafter(DFlashQwen3ForCausalLM):
+    """The drafter. Constructs vLLM's own class instead where the plugin is switched off for this engine."""
+
+    model_cls = DrafterLayers
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Any:
+        if not DFlashOptions.from_additional_config(vllm_config.additional_config).enabled:
+            return DFlashQwen3ForCausalLM(vllm_config=vllm_config, prefix=prefix)
+        return super().__new__(cls)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a checkpoint and refuse one that leaves a parameter unfilled.
+
+        vLLM only objects to tensors that it cannot place. Filling the parameters with NaN first also finds the
+        third of a fused projection that no tensor reached.
+
+        Raises:
+            ValueError: names the parameters without a value.
+        """
+        optional = ("embed_tokens", "lm_head", "mask_embedding")
+        parameters = {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if parameter.is_floating_point() and not any(part in name for part in optional)
+        }
+        for parameter in parameters.values():
+            parameter.data.fill_(float("nan"))
+        super().load_weights(weights)
+        unfilled = [name for name, parameter in parameters.items() if bool(parameter.isnan().any())]
+        if unfilled:
+            raise ValueError(
+                f"drafter '{self.draft_model_config.model}' gives no (or NaN) values for {', '.join(unfilled)}; it "
+                f"would draft from random values. Re-export the checkpoint."
+            )
+
+    def greedy_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The most probable token of each row, as a target token id.
+
+        Args:
+            hidden_states: [N, hidden], only rows that predict.
+
+        Returns:
+            [N] int64. With a reduced draft vocabulary the argmax is taken there and then mapped, instead of
+            scattering [N, draft vocabulary] into [N, vocabulary] first.
+        """
+        tokens = self.logits_processor(self.lm_head, hidden_states).argmax(dim=-1)
+        if self.draft_id_to_target_id is not None:
+            tokens = tokens + self.draft_id_to_target_id[tokens]  # d2t holds offsets
+        return tokens

@@ -1,0 +1,248 @@
+"""The proposer of vLLM's V1 model runner: one draft step, told top to bottom in `propose`.
+
+A subclass of vLLM's DFlashProposer; loading, buffers, attention metadata and CUDA-graph dispatch are inherited.
+Which rows a step has is drawn in triton_kernels/draft_inputs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.dflash import DFlashProposer
+
+from vllm_dflash import __version__, cpu_backend
+from vllm_dflash.drafter import Drafter
+from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
+
+logger = init_logger("vllm.plugins.dflash")
+
+
+class DraftProposer(DFlashProposer):
+    """Drafts for the requests that can use it; writes context K/V for all of them."""
+
+    model: Drafter
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+        self.mask_token_id = self.parallel_drafting_token_id
+        if device.type == "cpu":
+            cpu_backend.correct()
+
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        where = "oneDNN and torch on the CPU" if self.device.type == "cpu" else f"Triton on {self.device.type}"
+        trained = getattr(self.draft_model_config.hf_config, "block_size", None)
+        trained = self.dflash_config.get("block_size", trained)
+        logger.info(
+            "vllm-dflash %s is live: %s drafts in the V1 runner, kernels %s, trained block %s, K = %d, "
+            "target layers %s.",
+            __version__,
+            type(self.model).__name__,
+            where,
+            trained,
+            self.num_speculative_tokens,
+            self.dflash_config.get("target_layer_ids"),
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> torch.Tensor | list[list[int]]:
+        """Write context K/V of the target's new rows and draft a block for each request that can use one.
+
+        Args (T rows of the target pass, R requests; the others are vLLM's and not needed here):
+            num_speculative_tokens: K of this step; 0 only writes context K/V.
+            target_positions: [T] int64, or [3, T] under M-RoPE, whose text row is the first.
+            target_hidden_states: [T, F * hidden], the features side by side.
+            next_token_ids: [R] int32, the anchors.
+            num_rejected_tokens_gpu: [R] int32, rejected rows at the end of each request's rows.
+
+        Returns:
+            [R, K] draft tokens; where some requests do not draft and the scheduler waits for the result, one list
+            per request, empty for those.
+        """
+        self._last_draft_probs = None
+        positions = target_positions[0] if target_positions.dim() == 2 else target_positions
+        drafting = self.requests_to_draft(common_attn_metadata, num_rejected_tokens_gpu, num_speculative_tokens)
+        rows = draft_inputs(
+            next_token_ids,
+            positions,
+            common_attn_metadata.query_start_loc,
+            num_rejected_tokens_gpu,
+            common_attn_metadata.block_table_tensor,
+            torch.from_numpy(drafting).to(self.device, non_blocking=True),
+            kv_block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            num_query_per_req=1 + num_speculative_tokens,
+            max_position=self.max_draft_position,
+        )
+        self.store_context(target_hidden_states, rows)
+        hidden = self.run_queries(rows, drafting, common_attn_metadata, num_rejected_tokens_gpu)
+        if hidden is None:
+            return self.no_drafts(len(next_token_ids), num_speculative_tokens)
+        tokens = self.sample(hidden[rows.sample_indices], drafting, sampling_metadata)
+        return self.by_request(tokens.view(len(drafting), num_speculative_tokens), drafting, len(next_token_ids))
+
+    @property
+    def max_draft_position(self) -> int:
+        """Positions at or beyond it have no cache slot, or no RoPE entry in the drafter."""
+        return min(self.runner.effective_drafter_max_model_len, self.draft_model_config.max_model_len)
+
+    def requests_to_draft(
+        self, metadata: CommonAttentionMetadata, num_rejected: torch.Tensor | None, num_speculative_tokens: int
+    ) -> np.ndarray:
+        """Indices [D] of requests with a sampled anchor and room for a whole block.
+
+        vLLM stops drafting for the whole batch when one request is near the end (`_input_fits_in_drafter`). Here
+        it is each request's own affair. Lengths come from the host, so that a GPU is not waited for; there they
+        may count rejected rows, and a request stops drafting up to K tokens early.
+        """
+        if num_speculative_tokens == 0:
+            return np.empty(0, dtype=np.int64)
+        num_reqs = metadata.num_reqs
+        lengths = metadata.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        if num_rejected is not None and num_rejected.is_cpu:
+            lengths = lengths - num_rejected.numpy()
+        has_room = lengths + 1 + num_speculative_tokens <= self.max_draft_position
+        is_prefilling = self.runner.discard_request_mask.np[:num_reqs]
+        return np.flatnonzero(has_room & ~is_prefilling)
+
+    def store_context(self, target_hidden_states: torch.Tensor, rows: DraftRows) -> None:
+        """Fuse features and write their K/V; on a CPU rows without a slot are not even computed."""
+        positions, slots = rows.context_positions, rows.context_slots
+        if slots.is_cpu:
+            kept = (slots != PAD_SLOT_ID).nonzero().flatten()
+            if len(kept) < len(slots):
+                target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
+        features = self.model.combine_hidden_states(target_hidden_states)
+        self.model.precompute_and_store_context_kv(features, positions, slots)
+
+    def run_queries(
+        self,
+        rows: DraftRows,
+        drafting: np.ndarray,
+        metadata: CommonAttentionMetadata,
+        num_rejected: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Hidden states [D * Q, hidden] of the query rows; None where no request drafts."""
+        num_queries = len(rows.query_ids)
+        if num_queries == 0:
+            if self.vllm_config.parallel_config.data_parallel_size > 1:
+                self.dummy_run(num_tokens=1)  # the other ranks' collectives wait for this one
+            return None
+        _, layer_metadata = self.build_per_group_and_layer_attn_metadata(
+            self.query_metadata(rows, drafting, metadata, num_rejected)
+        )
+        graph_mode, num_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_queries)
+        # Graphs are captured on these buffers.
+        self.input_ids[:num_queries] = rows.query_ids
+        self.positions[:num_queries] = rows.query_positions
+        if self.eplb_state is not None:
+            self.eplb_state.prepare_forward(self.draft_model_config, num_queries)
+        with set_forward_context(
+            layer_metadata,
+            self.vllm_config,
+            num_tokens=num_padded,
+            num_tokens_across_dp=num_tokens_across_dp,
+            cudagraph_runtime_mode=graph_mode,
+            slot_mapping=self._get_slot_mapping(num_padded, rows.query_slots),
+        ):
+            return self.model(
+                input_ids=self.input_ids[:num_padded], positions=self.positions[:num_padded], inputs_embeds=None
+            )
+
+    def query_metadata(
+        self,
+        rows: DraftRows,
+        drafting: np.ndarray,
+        metadata: CommonAttentionMetadata,
+        num_rejected: torch.Tensor | None,
+    ) -> CommonAttentionMetadata:
+        """Attention metadata of the query rows: each sees its request's accepted context and its own block."""
+        num_drafting = len(drafting)
+        num_query_per_req = len(rows.query_ids) // num_drafting
+        seq_lens, block_table = metadata.seq_lens, metadata.block_table_tensor
+        if num_rejected is not None:
+            seq_lens = seq_lens - num_rejected
+        upper_bound = metadata.seq_lens_cpu_upper_bound
+        if num_drafting < metadata.num_reqs:
+            chosen = torch.from_numpy(drafting)
+            upper_bound = upper_bound[chosen]
+            chosen = chosen.to(self.device, non_blocking=True)
+            seq_lens, block_table = seq_lens[chosen], block_table[chosen]
+        starts = torch.arange(num_drafting + 1, dtype=torch.int32) * num_query_per_req
+        return CommonAttentionMetadata(
+            query_start_loc=self.arange[: num_drafting + 1] * num_query_per_req,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens + num_query_per_req,
+            seq_lens_cpu_upper_bound=upper_bound + num_query_per_req,
+            num_reqs=num_drafting,
+            num_actual_tokens=len(rows.query_ids),
+            max_query_len=num_query_per_req,
+            max_seq_len=metadata.max_seq_len + num_query_per_req,
+            block_table_tensor=block_table,
+            slot_mapping=rows.query_slots,
+            causal=self.dflash_causal,
+        )
+
+    def sample(
+        self, hidden: torch.Tensor, drafting: np.ndarray, sampling_metadata: SamplingMetadata
+    ) -> torch.Tensor:
+        """Draft tokens [D * K] of the predicting rows; draft probabilities are kept where they were asked for."""
+        temperature = sampling_metadata.temperature
+        if temperature is not None and len(drafting) < len(temperature):
+            chosen = torch.from_numpy(drafting).to(temperature.device)
+            sampling_metadata = dataclasses.replace(sampling_metadata, temperature=temperature[chosen])
+        tokens, probs = self._sample_draft_tokens(hidden, sampling_metadata)
+        if probs is not None:
+            # The runner looks rows up by request; requests that do not draft are never looked up.
+            num_reqs, num_drafted = len(self.runner.input_batch.req_ids), len(hidden) // len(drafting)
+            by_request = probs.new_zeros(num_reqs, num_drafted, probs.shape[-1])
+            by_request[torch.from_numpy(drafting)] = probs.view(len(drafting), num_drafted, -1)
+            self._last_draft_probs = by_request
+        return tokens
+
+    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.use_local_argmax_reduction or self.use_heterogeneous_vocab:
+            return super()._greedy_sample(hidden_states)
+        return self.model.greedy_tokens(hidden_states)
+
+    def by_request(self, tokens: torch.Tensor, drafting: np.ndarray, num_reqs: int) -> torch.Tensor | list[list[int]]:
+        """Draft tokens [D, K] as the runner wants them, see `propose`."""
+        if len(drafting) == num_reqs:
+            return tokens
+        if self.runner.use_async_scheduling:
+            # The scheduler has already set K placeholders for everyone; zeros are verified and rejected.
+            padded = tokens.new_zeros(num_reqs, tokens.shape[1])
+            padded[torch.from_numpy(drafting).to(tokens.device)] = tokens
+            return padded
+        drafts: list[list[int]] = [[] for _ in range(num_reqs)]
+        for request, block in zip(drafting, tokens.tolist()):
+            drafts[request] = block
+        return drafts
+
+    def no_drafts(self, num_reqs: int, num_speculative_tokens: int) -> torch.Tensor | list[list[int]]:
+        if self.runner.use_async_scheduling:
+            return torch.zeros(num_reqs, num_speculative_tokens, dtype=torch.int64, device=self.device)
+        return [[] for _ in range(num_reqs)]

@@ -1,0 +1,80 @@
+"""What happens to the user's speculative config before and after vLLM reads it.
+
+Before: the drafter's config.json is read, the pair is checked, K is completed or clamped. After: what vLLM
+misreads in the drafter's config is set right. All of it runs in the front end, before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_dflash.checkpoint import check_checkpoint
+from vllm_dflash.config import DFlashConfig, TargetShape, is_dflash_config
+
+
+def read_drafter(speculative: dict[str, Any] | None, spec_method: str | None, spec_model: str | None) -> DFlashConfig | None:
+    """The drafter named by a user's speculative settings, or None if they are not about plain DFlash.
+
+    Args:
+        speculative: the `speculative_config` mapping as given, keys with "-" or "_".
+        spec_method, spec_model: vLLM's shorthand flags `--spec-method` and `--spec-model`.
+
+    Raises:
+        ValueError: the method is dflash, but the drafter cannot be read.
+    """
+    given = {key.replace("-", "_"): value for key, value in (speculative or {}).items()}
+    method, model = given.get("method", spec_method), given.get("model", spec_model)
+    if model is None or method not in (None, "dflash"):
+        return None
+    raw = _read_config_json(model, given.get("revision"))
+    if raw is None:
+        if method is None:
+            return None
+        raise ValueError(
+            f"drafter '{model}' has no readable config.json; give 'model' in the speculative config as a folder or a "
+            f"Hugging Face repository with a DFlash drafter."
+        )
+    if not is_dflash_config(raw):
+        if method is None or "dflash_config" in raw or "speculators_model_type" in raw:
+            return None  # another method, or a DFlash variant that vLLM serves itself
+        return DFlashConfig.from_dict(raw, model)  # raises, naming what the file is instead
+    config = DFlashConfig.from_dict(raw, model)
+    if Path(model).is_dir():
+        check_checkpoint(Path(model), config)
+    return config
+
+
+def target_shape(target_model_config: Any) -> TargetShape:
+    """What drafters must know of a target, from vLLM's ModelConfig."""
+    return TargetShape(
+        name=target_model_config.model,
+        num_layers=target_model_config.get_total_num_hidden_layers(),
+        hidden_size=target_model_config.get_hidden_size(),
+        vocab_size=target_model_config.get_vocab_size(),
+    )
+
+
+def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
+    """Set right what vLLM misreads, in place.
+
+    * Causality: vLLM 0.32 and 0.33 serve speculators drafters with full-attention layers causal, although they
+      were trained bidirectional (transformers_utils/configs/speculators/algos.py, `update_dflash`; fixed by the
+      open pull request 56692). vLLM's per-layer rule without an override is what speculators trains.
+    * Prefix cache: vLLM 0.32 drops the last cached block of a hit as EAGLE needs; DFlash's context K/V depend on
+      the target's features alone, so the block is valid (0.33 no longer drops it).
+    """
+    hf_config = speculative_config.draft_model_config.hf_config
+    causal = set(config.layer_causal)
+    if len(causal) == 1:
+        hf_config.dflash_config["causal"] = causal.pop()
+    else:
+        hf_config.dflash_config.pop("causal", None)
+    if hasattr(speculative_config, "use_eagle_block_drop"):
+        speculative_config.disable_eagle_block_drop = True
+
+
+def _read_config_json(model: str, revision: str | None) -> dict[str, Any] | None:
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    return get_hf_file_to_dict("config.json", model, revision or "main")
