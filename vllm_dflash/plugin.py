@@ -33,7 +33,7 @@ from vllm_dflash import SUPPORTED_VLLM
 from vllm_dflash.options import DFlashOptions
 
 #: Set to 1 to run with a vLLM release that this version was not tested with.
-UNTESTED_VLLM_VARIABLE = "VLLM_DFLASH_ALLOW_UNTESTED_VLLM"
+UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _MARK = "_vllm_dflash"  # on a rebound function: it is ours already
@@ -108,6 +108,11 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
     args.spec_method = args.spec_model = args.spec_tokens = None
     speculative_config = original(args, *positional, **named)
     correct_draft_config(speculative_config, config)
+    if getattr(speculative_config, "disable_eagle_block_drop", False):
+        _logger().info(
+            "DFlash reads only features of computed tokens, so prefix-cache hits keep their last block; vLLM's warning "
+            "about EAGLE block dropping does not apply."
+        )
     return speculative_config
 
 

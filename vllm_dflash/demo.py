@@ -1,0 +1,209 @@
+"""`vllm-dflash demo`: the same questions with and without DFlash, in two vLLM engines of one process.
+
+Both engines answer each question in turn, so that whatever else the machine does falls on both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+QUESTIONS = (
+    "A baker sells 24 muffins in the morning and half as many in the afternoon. Each muffin costs $3. How much money "
+    "does the baker earn that day?",
+    "Tom has 5 boxes with 12 pencils in each. He gives 17 pencils to his sister. How many pencils does he have left?",
+    "A train travels 60 miles per hour for 2 hours and then 40 miles per hour for 3 hours. How many miles does it "
+    "travel in total?",
+    "Anna reads 15 pages every day. Her book has 225 pages. How many weeks does she need to finish it?",
+)
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+#: Read by vLLM at import. One process holds both engines; float32 makes equal text a matter of arithmetic, not luck.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # vLLM would leave one core idle, half of a small machine
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's answer by one engine."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    seconds: float
+    num_cycles: int  # draft-verify cycles; without DFlash every token is one target pass
+    num_accepted: int
+
+
+def run_demo(model: str | None, draft_model: str | None, num_speculative_tokens: int, max_tokens: int) -> int:
+    """Answer, compare, print; returns 0 if every text is the same with DFlash, else 1."""
+    from vllm_dflash.cli import example_drafter
+    from vllm_dflash.targets import target_folder
+
+    # vLLM logs to both standard streams; the console keeps the terminal while they go to a file.
+    console = Console(file=os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    target = model or str(target_folder("smollm2"))
+    drafter = draft_model or str(example_drafter())
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": num_speculative_tokens}
+    console.print(f"target   {target}\ndrafter  {drafter}\nK        {num_speculative_tokens} drafted tokens per cycle")
+
+    log = tempfile.NamedTemporaryFile("w+", prefix="vllm-dflash-demo-", suffix=".log", delete=False)
+    with _standard_streams_to(log):
+        plain = _start(console, "without DFlash", target, None, max_tokens)
+        dflash = _start(console, "with DFlash", target, speculative, max_tokens)
+        pairs = []
+        for number, question in enumerate(QUESTIONS, 1):
+            with console.status(f"question {number} of {len(QUESTIONS)} ..."):
+                pairs.append((_ask(plain, question, max_tokens), _ask(dflash, question, max_tokens)))
+        acceptance = _acceptance_by_position(dflash)
+    console.print()
+    console.print(_table(pairs))
+    console.print(f"\nFirst answer: {pairs[0][1].text.strip()[:200]} ...\n", markup=False, highlight=False)
+    console.print(_advice(pairs, acceptance, num_speculative_tokens), highlight=False)
+    console.print(f"vLLM's log: {log.name}", highlight=False)
+    return 0 if all(without.token_ids == with_.token_ids for without, with_ in pairs) else 1
+
+
+def _start(console: Console, label: str, target: str, speculative: dict[str, Any] | None, max_tokens: int) -> Any:
+    """An engine that has produced its first token."""
+    started = time.perf_counter()
+    with console.status(f"starting vLLM {label} ..."):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm import LLM
+
+            llm = LLM(
+                target,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=512,
+                max_num_seqs=4,
+                disable_log_stats=False,
+                speculative_config=speculative,
+                use_tqdm_on_load=False,
+            )
+        _ask(llm, "Say hello.", 1)
+    console.print(f"vLLM {label}: first token after {time.perf_counter() - started:.0f} s", highlight=False)
+    return llm
+
+
+def _ask(llm: Any, question: str, max_tokens: int) -> Answer:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    drafts, accepted = _counters(llm)
+    started = time.perf_counter()
+    [output] = llm.chat([{"role": "user", "content": question + INSTRUCTION}], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    drafts_after, accepted_after = _counters(llm)
+    completion = output.outputs[0]
+    return Answer(
+        completion.text, tuple(completion.token_ids), seconds, drafts_after - drafts, accepted_after - accepted
+    )
+
+
+def _counters(llm: Any) -> tuple[int, int]:
+    """Cycles with drafts, and accepted drafts, since the engine started."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    drafts, accepted = (int(values.get(name, 0)) for name in names)
+    return drafts, accepted
+
+
+def _acceptance_by_position(llm: Any) -> list[float]:
+    drafts, _ = _counters(llm)
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            return [count / max(drafts, 1) for count in metric.values]
+    return []
+
+
+def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
+    table = Table(title="greedy decoding, one request at a time")
+    for column in ("question", "tokens", "cycles", "tau", "tok/s without", "tok/s with", "speed-up", "same text"):
+        table.add_column(column, justify="right")
+    for number, (without, with_) in enumerate(pairs, 1):
+        table.add_row(str(number), *_row([(without, with_)]), "yes" if without.token_ids == with_.token_ids else "NO")
+    same = sum(without.token_ids == with_.token_ids for without, with_ in pairs)
+    table.add_section()
+    table.add_row("all", *_row(pairs), "yes" if same == len(pairs) else f"{same} of {len(pairs)}")
+    return table
+
+
+def _row(pairs: list[tuple[Answer, Answer]]) -> list[str]:
+    tokens = sum(len(with_.token_ids) for _, with_ in pairs)
+    cycles = sum(with_.num_cycles for _, with_ in pairs)
+    rate_without = sum(len(without.token_ids) for without, _ in pairs) / sum(without.seconds for without, _ in pairs)
+    rate_with = tokens / sum(with_.seconds for _, with_ in pairs)
+    return [
+        str(tokens),
+        str(cycles),
+        f"{_tau(pairs):.2f}",
+        f"{rate_without:.1f}",
+        f"{rate_with:.1f}",
+        f"{rate_with / rate_without:.2f}x",
+    ]
+
+
+def _tau(pairs: list[tuple[Answer, Answer]]) -> float:
+    cycles = sum(with_.num_cycles for _, with_ in pairs)
+    return 1 + sum(with_.num_accepted for _, with_ in pairs) / max(cycles, 1)
+
+
+def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_drafted: int) -> str:
+    seconds_without = sum(without.seconds for without, _ in pairs)
+    seconds_with = sum(with_.seconds for _, with_ in pairs)
+    slots = ", ".join(f"{rate:.0%}" for rate in acceptance)
+    why = (
+        f"Every cycle the drafter guesses {num_drafted} tokens at once from the target's own hidden states; the target "
+        f"checks them in one pass and keeps the first right ones (accepted by slot: {slots}), so {_tau(pairs):.2f} tokens "
+        f"cost one pass."
+    )
+    if seconds_with <= seconds_without:
+        return f"{why}\nAdvice: this pays here; keep K = {num_drafted}, and train a drafter on your own answers for more."
+    smaller = max(1, num_drafted // 2)
+    return (
+        f"{why}\nAdvice: this machine pays more for checking {num_drafted + 1} tokens than {_tau(pairs):.2f} accepted ones "
+        f"save; try --num-speculative-tokens {smaller}."
+    )
+
+
+@contextlib.contextmanager
+def _standard_streams_to(log: Any) -> Iterator[None]:
+    """Send file descriptors 1 and 2, which C++ code also writes to, into a log; on an error show its last lines."""
+    saved = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    for descriptor in saved:
+        os.dup2(log.fileno(), descriptor)
+    try:
+        yield
+    except BaseException:
+        _restore(saved)
+        print("".join(Path(log.name).read_text().splitlines(keepends=True)[-20:]), file=sys.stderr)
+        raise
+    else:
+        _restore(saved)
+
+
+def _restore(saved: dict[int, int]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor, copy in saved.items():
+        os.dup2(copy, descriptor)
+        os.close(copy)
