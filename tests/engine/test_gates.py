@@ -1,0 +1,110 @@
+"""Requests that cannot use a draft get none, and disturb neither their neighbours nor the cache."""
+
+from __future__ import annotations
+
+import pytest
+from test_reference import compare_drafts, load_reference
+
+MAX_LEN, K = 64, 4
+SETTINGS = {"num_drafted": K, "max_model_len": MAX_LEN}
+LONG, SHORT = list(range(10, 50)), [3, 5, 7]
+
+
+@pytest.fixture(scope="module")
+def served(engine, tiny_target, tiny_drafter):
+    return engine(tiny_target, drafter=tiny_drafter, **SETTINGS)
+
+
+def test_one_long_request_does_not_stop_the_others(served, engine, tiny_target, tiny_drafter):
+    """Issue in vLLM: near the maximum length of one request, drafting stops for the whole batch."""
+    budgets = [MAX_LEN - len(LONG), 50]
+    plain = [engine(tiny_target, max_model_len=MAX_LEN).token_ids([p], max_tokens=n)[0] for p, n in zip((LONG, SHORT), budgets)]
+    long, short = run_together(served, [LONG, SHORT], budgets)
+    assert [long.token_ids, short.token_ids] == plain
+
+    last_drafted = max(draft.anchor_position for draft in long.drafts if draft.tokens)
+    assert last_drafted <= MAX_LEN - K - 1  # a block needs its anchor and K more positions
+    assert last_drafted >= MAX_LEN - 2 * (K + 1)  # but it does draft up to about there
+    assert all(draft.tokens for draft in short.drafts[:-1] if draft.anchor_position <= MAX_LEN - K - 1)
+    # Context K/V went on being written for both, or these drafts would differ.
+    assert compare_drafts([long, short], *load_reference(tiny_target, tiny_drafter))[2] == []
+
+
+@pytest.mark.parametrize("short_of_end", [0, 1, K, K + 1])
+def test_requests_end_at_or_just_before_the_maximum_length(served, engine, tiny_target, short_of_end):
+    num_tokens = MAX_LEN - len(LONG) - short_of_end
+    plain = engine(tiny_target, max_model_len=MAX_LEN).token_ids([LONG], max_tokens=num_tokens)
+    assert served.token_ids([LONG], max_tokens=num_tokens) == plain
+    assert len(plain[0]) == num_tokens
+
+
+def test_prompt_chunks_get_no_drafts_and_later_drafts_see_all_context(engine, tiny_target, tiny_drafter):
+    chunked = engine(tiny_target, drafter=tiny_drafter, num_drafted=K, max_num_batched_tokens=32, max_model_len=256)
+    prompts = [[(7 * i + j) % 120 + 4 for i in range(100)] for j in range(3)]
+    results = chunked.generate(prompts, max_tokens=16)
+    assert [r.token_ids for r in results] == engine(tiny_target, max_model_len=256).token_ids(prompts, max_tokens=16)
+    for result in results:
+        assert all(draft.tokens == [] for draft in result.drafts if draft.anchor_position < len(result.prompt_ids))
+    assert compare_drafts(results, *load_reference(tiny_target, tiny_drafter))[2] == []
+
+
+def test_one_token_prompt_joins_running_requests(served, engine, tiny_target):
+    """The scheduler pads such a request with drafts of -1, which must not reach the embedding (vLLM issue 53977)."""
+    prompts = [[9], SHORT, [11, 2, 90]]
+    plain = [engine(tiny_target, max_model_len=MAX_LEN).token_ids([p], max_tokens=24)[0] for p in prompts]
+    results = run_together(served, [SHORT, [11, 2, 90], [9]], [24, 24, 24], arrivals=[0, 0, 4])
+    assert [result.token_ids for result in results] == [plain[1], plain[2], plain[0]]
+
+
+def test_no_drafts_when_a_step_asks_for_none(served, engine, tiny_target, tiny_drafter, monkeypatch):
+    """K = 0 skips the block but writes context K/V, so that drafting resumes as if it had never stopped."""
+    proposer, steps = served.runner.drafter, iter([4, 0, 3, 0, 4] * 20)
+    propose = type(proposer).propose
+    num_blocks = []
+    run_queries = type(proposer).run_queries
+
+    def propose_with_schedule(self, num_speculative_tokens, *args, **kwargs):
+        return propose(self, next(steps), *args, **kwargs)
+
+    def count_blocks(self, rows, *args):
+        num_blocks.append(len(rows.query_ids))
+        return run_queries(self, rows, *args)
+
+    monkeypatch.setattr(proposer, "propose", lambda num_speculative_tokens, **kw: propose_with_schedule(proposer, num_speculative_tokens, **kw), raising=False)
+    monkeypatch.setattr(proposer, "run_queries", lambda *args: count_blocks(proposer, *args), raising=False)
+    results = served.generate([SHORT], max_tokens=40)
+    assert [r.token_ids for r in results] == engine(tiny_target, max_model_len=MAX_LEN).token_ids([SHORT], max_tokens=40)
+    assert num_blocks[:5] == [5, 0, 4, 0, 5]
+    assert compare_drafts(results, *load_reference(tiny_target, tiny_drafter))[2] == []
+
+
+def run_together(served, prompts, budgets, arrivals=None):
+    """Results of requests with their own budgets, each added after the given number of engine steps."""
+    from engines import Result
+    from vllm import SamplingParams
+
+    llm_engine = served.llm.llm_engine
+    served._drafts.clear()
+    finished, step = {}, 0
+    waiting = sorted(zip(arrivals or [0] * len(prompts), range(len(prompts))))
+    while waiting or llm_engine.has_unfinished_requests():
+        while waiting and waiting[0][0] <= step:
+            index = waiting.pop(0)[1]
+            llm_engine.add_request(
+                f"together-{index}",
+                {"prompt_token_ids": prompts[index]},
+                SamplingParams(temperature=0, max_tokens=budgets[index], ignore_eos=True, detokenize=False),
+            )
+        for output in llm_engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        step += 1
+    return [
+        Result(
+            prompt,
+            list(finished[f"together-{i}"].outputs[0].token_ids),
+            served._drafts.get(f"together-{i}", []),
+            finished[f"together-{i}"].outputs[0],
+        )
+        for i, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,122 @@
+"""A vLLM engine in this process that records what is drafted for each request in each cycle."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What one request got in one cycle."""
+
+    anchor_position: int  # position of the last known token
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One finished request."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    drafts: list[Draft]
+    output: Any  # vLLM's CompletionOutput
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the target agreed with, recomputed from the texts."""
+        tokens, accepted = self.prompt_ids + self.token_ids, 0
+        for draft in self.drafts:
+            following = tokens[draft.anchor_position + 1 :]
+            matches = [a == b for a, b in zip(draft.tokens, following)]
+            accepted += matches.index(False) if False in matches else len(matches)
+        return accepted
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens gained per cycle with drafts, bonus token included."""
+        used = [draft for draft in self.drafts if draft.tokens]
+        return 1 + self.num_accepted / max(len(used), 1)
+
+
+class Engine:
+    """`LLM` with recording. `num_drafted` None means K from the checkpoint; `drafter` None means no speculation."""
+
+    def __init__(
+        self,
+        target: Path,
+        drafter: Path | None = None,
+        num_drafted: int | None = None,
+        native: bool = False,
+        speculative: dict[str, Any] | None = None,
+        tokenizer: bool = False,
+        **arguments: Any,
+    ) -> None:
+        from vllm import LLM
+
+        if drafter is not None:
+            speculative = {"method": "dflash", "model": str(drafter), **(speculative or {})}
+            if num_drafted is not None:
+                speculative["num_speculative_tokens"] = num_drafted
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "disable_log_stats": False,
+            "seed": 0,
+            "use_tqdm_on_load": False,
+            "skip_tokenizer_init": not tokenizer,
+            "additional_config": {"dflash": {"enabled": not native}},
+        }
+        self.llm = LLM(str(target), speculative_config=speculative, **(settings | arguments))
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self._drafts: dict[str, list[Draft]] = {}
+        self._record(core.model_executor)
+        gc.collect()
+
+    def generate(self, prompts: list[list[int]] | list[str], **sampling: Any) -> list[Result]:
+        """Answers in order; greedy, exactly `max_tokens` long, unless `sampling` says otherwise."""
+        from vllm import SamplingParams
+
+        parameters = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+        inputs = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
+        self._drafts.clear()
+        outputs = self.llm.generate(inputs, SamplingParams(**parameters), use_tqdm=False)
+        return [
+            Result(
+                list(output.prompt_token_ids),
+                list(output.outputs[0].token_ids),
+                self._drafts.get(output.request_id, []),
+                output.outputs[0],
+            )
+            for output in outputs
+        ]
+
+    def token_ids(self, prompts: list[list[int]] | list[str], **sampling: Any) -> list[list[int]]:
+        return [result.token_ids for result in self.generate(prompts, **sampling)]
+
+    def metric(self, name: str) -> float:
+        """Value of one of vLLM's counters. Counters are shared by all engines of the process."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+    def _record(self, executor: Any) -> None:
+        take = executor.take_draft_token_ids
+
+        def take_and_record() -> Any:
+            drafted = take()
+            if drafted is not None:
+                batch = self.runner.input_batch
+                for request, tokens in zip(drafted.req_ids, drafted.draft_token_ids):
+                    known = int(batch.num_tokens_no_spec[batch.req_id_to_index[request]])
+                    # vLLM appends a random suffix to the id that the caller knows.
+                    external = request.rpartition("-")[0] or request
+                    self._drafts.setdefault(external, []).append(Draft(known - 1, [int(token) for token in tokens]))
+            return drafted
+
+        executor.take_draft_token_ids = take_and_record
