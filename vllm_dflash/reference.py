@@ -50,18 +50,22 @@ class ReferenceDrafter:
         """Context rows [T, hidden] from raw features [T, F * hidden]."""
         return self._rms_norm(features.float() @ self.weights["fc.weight"].T, "hidden_norm")
 
-    def logits(self, context: torch.Tensor, anchor: int, num_drafted: int) -> torch.Tensor:
-        """Logits [K, draft vocabulary] of the block that starts after T context rows [T, hidden]."""
+    def predict(self, context: torch.Tensor, anchor: int, num_drafted: int) -> torch.Tensor:
+        """Final hidden states [K, hidden] of the drafted slots of the block after T context rows [T, hidden]."""
         ids = torch.tensor([anchor] + [self.config.mask_token_id] * num_drafted)
         hidden = self.embed[ids]  # [1 + K, hidden]
         for layer in range(self.config.num_layers):
             hidden = hidden + self._attention(layer, self._rms_norm(hidden, f"layers.{layer}.input_layernorm"), context)
             hidden = hidden + self._mlp(layer, self._rms_norm(hidden, f"layers.{layer}.post_attention_layernorm"))
-        return self._rms_norm(hidden, "norm")[1:] @ self.lm_head.T
+        return self._rms_norm(hidden, "norm")[1:]
+
+    def logits(self, predicted: torch.Tensor) -> torch.Tensor:
+        """Logits [N, draft vocabulary] of predicted slots [N, hidden]."""
+        return predicted @ self.lm_head.T
 
     def draft(self, context: torch.Tensor, anchor: int, num_drafted: int) -> list[int]:
         """The most probable token of each slot, as target token ids."""
-        tokens = self.logits(context, anchor, num_drafted).argmax(-1)
+        tokens = self.logits(self.predict(context, anchor, num_drafted)).argmax(-1)
         if "d2t" in self.weights:
             tokens = tokens + self.weights["d2t"].long()[tokens]
         return tokens.tolist()
