@@ -82,7 +82,9 @@ def smollm2_prompts(smollm2: Path) -> list[list[int]]:
     instruction = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question + instruction}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": question + instruction}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
         for question in WORD_PROBLEMS
     ]

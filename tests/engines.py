@@ -23,7 +23,7 @@ class Result:
     prompt_ids: list[int]
     token_ids: list[int]
     drafts: list[Draft]
-    output: Any  # vLLM's CompletionOutput
+    num_cached_tokens: int  # prompt tokens taken from the prefix cache
 
     @property
     def num_accepted(self) -> int:
@@ -88,22 +88,36 @@ class Engine:
         inputs = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
         self._drafts.clear()
         outputs = self.llm.generate(inputs, SamplingParams(**parameters), use_tqdm=False)
-        return [
-            Result(
-                list(output.prompt_token_ids),
-                list(output.outputs[0].token_ids),
-                self._drafts.get(output.request_id, []),
-                output.outputs[0],
-            )
-            for output in outputs
-        ]
+        return [self._result(output) for output in outputs]
+
+    def generate_together(self, prompts: list[list[int]], budgets: list[int], arrivals: list[int]) -> list[Result]:
+        """Greedy answers of requests with token budgets of their own, each arriving after so many engine steps."""
+        from vllm import SamplingParams
+
+        llm_engine = self.llm.llm_engine
+        self._drafts.clear()
+        finished: dict[str, Any] = {}
+        waiting = sorted(zip(arrivals, range(len(prompts))))
+        step = 0
+        while waiting or llm_engine.has_unfinished_requests():
+            while waiting and waiting[0][0] <= step:
+                _, index = waiting.pop(0)
+                sampling = SamplingParams(temperature=0, max_tokens=budgets[index], ignore_eos=True, detokenize=False)
+                llm_engine.add_request(f"together-{index}", {"prompt_token_ids": prompts[index]}, sampling)
+            finished |= {output.request_id: output for output in llm_engine.step() if output.finished}
+            step += 1
+        return [self._result(finished[f"together-{index}"]) for index in range(len(prompts))]
 
     def token_ids(self, prompts: list[list[int]] | list[str], **sampling: Any) -> list[list[int]]:
         return [result.token_ids for result in self.generate(prompts, **sampling)]
 
-    def metric(self, name: str) -> float:
-        """Value of one of vLLM's counters. Counters are shared by all engines of the process."""
-        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+    def _result(self, output: Any) -> Result:
+        return Result(
+            list(output.prompt_token_ids),
+            list(output.outputs[0].token_ids),
+            self._drafts.get(output.request_id, []),
+            output.num_cached_tokens,
+        )
 
     def _record(self, executor: Any) -> None:
         take = executor.take_draft_token_ids

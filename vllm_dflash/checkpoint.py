@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_dflash.config import DFlashConfig
@@ -29,25 +30,26 @@ def check_checkpoint(folder: Path, config: DFlashConfig) -> None:
     found = read_tensor_shapes(folder)
     required, optional = expected_tensors(config)
     if config.is_quantised:
-        _check_modules(found, required, config)
-        return
-    problems = [
-        f"'{name}' is not a tensor of this drafter{_did_you_mean(name, required | optional)}"
-        for name in sorted(found.keys() - required.keys() - optional.keys())
-        if not name.endswith(_IGNORED)
-    ]
-    problems += [f"'{name}' is missing" for name in sorted(required.keys() - found.keys())]
-    problems += [
-        f"'{name}' has shape {list(found[name])}, but config.json asks for {list(shape)}"
-        for name, shape in sorted((required | optional).items())
-        if name in found and found[name] != shape
-    ]
+        problems = _missing_modules(found, required)
+    else:
+        problems = [
+            f"'{name}' is not a tensor of this drafter{_did_you_mean(name, required | optional)}"
+            for name in sorted(found.keys() - required.keys() - optional.keys())
+            if not name.endswith(_IGNORED)
+        ]
+        problems += [f"'{name}' is missing" for name in sorted(required.keys() - found.keys())]
+        problems += [
+            f"'{name}' has shape {list(found[name])}, but config.json asks for {list(shape)}"
+            for name, shape in sorted((required | optional).items())
+            if name in found and found[name] != shape
+        ]
     if config.draft_vocab_size != config.vocab_size:
+        stored = found.keys() | _modules(found)
         problems += [
             f"'{name}' is missing, although draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
             f"{config.vocab_size}"
-            for name in ("d2t", "lm_head.weight")
-            if name not in found
+            for name in ("d2t", "lm_head")
+            if name not in stored
         ]
     if problems:
         raise ValueError(
@@ -118,23 +120,24 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
         header_len = int.from_bytes(stream.read(8), "little")
         try:
             if not 0 < header_len <= size - 8:
-                raise ValueError("the header is longer than the file")
+                raise ValueError(f"a header of {header_len} bytes is announced, the file has {size}")
             header = json.loads(stream.read(header_len))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if end + 8 + header_len != size:
                 raise ValueError(f"{end + 8 + header_len} bytes are announced, {size} are there")
             return {name: tuple(entry["shape"]) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"'{file}' is damaged or truncated ({error}); copy or download it again.") from error
 
 
-def _check_modules(found: dict[str, tuple[int, ...]], required: dict[str, tuple[int, ...]], config: DFlashConfig) -> None:
+def _missing_modules(found: dict[str, tuple[int, ...]], required: dict[str, tuple[int, ...]]) -> list[str]:
     # A quantised module has tensors of other names (scales, zero points) and shapes; that it has some can be checked.
-    stored = {name.rpartition(".")[0] for name in found}
-    missing = sorted({name.rpartition(".")[0] for name in required} - stored)
-    if missing:
-        raise ValueError(f"quantised drafter '{config.name}' has no tensors for {', '.join(missing)}. Re-export it.")
+    return [f"'{module}' has no tensor" for module in sorted(_modules(required) - _modules(found))]
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
 
 
 def _did_you_mean(name: str, known: dict[str, tuple[int, ...]]) -> str:

@@ -80,7 +80,8 @@ class DFlashConfig:
             return _from_z_lab(raw, name)
         raise ValueError(
             f"'{name}' is not a DFlash drafter: its config.json has neither 'dflash_config' (z-lab) nor "
-            f"'speculators_model_type' (speculators). Its architectures are {raw.get('architectures')}."
+            f"'speculators_model_type' (speculators). Its architectures are {raw.get('architectures')}; give a DFlash "
+            f"drafter as 'model' of the speculative config."
         )
 
     def resolve_num_speculative_tokens(self, requested: int | None) -> tuple[int, str | None]:
@@ -100,8 +101,12 @@ class DFlashConfig:
                     f"set 'num_speculative_tokens' in the speculative config."
                 )
             return limit, None
-        if requested < 1:
-            raise ValueError(f"num_speculative_tokens is {requested}; it must be at least 1.")
+        if type(requested) is not int or requested < 1:
+            choice = "at least 1" if limit is None else f"1 to {limit}"
+            raise ValueError(
+                f"num_speculative_tokens is {requested!r}, but drafter '{self.name}' drafts {choice} per step; choose "
+                f"such a whole number, or decode without a speculative config."
+            )
         if limit is not None and requested > limit:
             return limit, (
                 f"num_speculative_tokens {requested} exceeds what drafter '{self.name}' was trained for: a "
@@ -138,17 +143,12 @@ class DFlashConfig:
                 f"{mine} reads features of size {self.target_hidden_size}, but the hidden size of {its} is "
                 f"{target.hidden_size}; use a drafter trained for this target."
             )
+        # This also keeps the mask token, which is inside the drafter's vocabulary, inside the target's.
         if not 0 <= target.vocab_size - self.vocab_size <= MAX_VOCAB_PADDING:
             raise ValueError(
-                f"{mine} has a vocabulary of {self.vocab_size}, but {its} has {target.vocab_size} tokens; "
-                f"they use different tokenizers. Use a drafter trained for this target (a reduced draft "
-                f"vocabulary is written as 'draft_vocab_size' with a 'd2t' tensor)."
-            )
-        if self.mask_token_id >= target.vocab_size:
-            raise ValueError(
-                f"{mine} marks empty slots with mask_token_id {self.mask_token_id}, but the vocabulary of {its} "
-                f"ends at {target.vocab_size - 1}; set 'mask_token_id' in the drafter's config.json to the id "
-                f"that it was trained with."
+                f"{mine} has a vocabulary of {self.vocab_size} with mask token {self.mask_token_id}, but {its} has "
+                f"{target.vocab_size} tokens; they use different tokenizers. Use a drafter trained for this target (a "
+                f"reduced draft vocabulary is written as 'draft_vocab_size' with a 'd2t' tensor)."
             )
 
 
@@ -163,24 +163,24 @@ def is_dflash_config(raw: Mapping[str, Any]) -> bool:
 
 
 def _from_z_lab(raw: Mapping[str, Any], name: str) -> DFlashConfig:
-    nested = raw["dflash_config"] or {}
-    sizes = {size for size in (raw.get("block_size"), nested.get("block_size")) if size is not None}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"drafter '{name}' has block_size {raw['block_size']} at the top of its config.json and "
-            f"{nested['block_size']} in 'dflash_config'; keep the one that it was trained with."
-        )
-    layer_types = _layer_types(raw, use_swa=bool(nested.get("use_swa", False)))
+    nested = _section(raw, "dflash_config", name)
+    flat_size, nested_size = raw.get("block_size"), nested.get("block_size")
+    if None not in (flat_size, nested_size) and flat_size != nested_size:
+        raise _wrong(name, "block_size", flat_size, f"block_size {nested_size} in its dflash_config")
+    kinds = _layer_types(raw, name)
+    # `use_swa` makes every layer slide unless the list already says which ones do. It says nothing about causality
+    # (vLLM, _resolve_layer_attention): MiMo's drafters slide and are bidirectional.
+    all_slide = bool(nested.get("use_swa")) and _SLIDING not in kinds
     causal = raw["is_causal"] if raw.get("is_causal") is not None else nested.get("causal")
     return _build(
         name,
         "z-lab",
         raw,
-        target_layer_ids=_require(nested, "target_layer_ids", name, "dflash_config."),
+        target_layer_ids=_layer_ids(nested, "target_layer_ids", name),
         mask_token_id=nested.get("mask_token_id", raw.get("mask_token_id")),
-        draft_block_size=next(iter(sizes), None),
-        layer_types=layer_types,
-        layer_causal=tuple(kind == _SLIDING if causal is None else bool(causal) for kind in layer_types),
+        draft_block_size=nested_size if flat_size is None else flat_size,
+        layer_slides=tuple(all_slide or kind == _SLIDING for kind in kinds),
+        layer_causal=tuple(kind == _SLIDING if causal is None else bool(causal) for kind in kinds),
         sliding_window=nested.get("swa_window_size", raw.get("sliding_window")),
         has_attention_sinks=bool(nested.get("attention_sink_bias", raw.get("add_swa_attention_sink_bias", False))),
         outer=raw,
@@ -190,14 +190,14 @@ def _from_z_lab(raw: Mapping[str, Any], name: str) -> DFlashConfig:
 def _from_speculators(raw: Mapping[str, Any], name: str) -> DFlashConfig:
     kind = raw["speculators_model_type"]
     if kind != "dflash":
-        raise ValueError(f"'{name}' is a speculators checkpoint of type '{kind}', not a plain DFlash drafter.")
+        raise ValueError(f"'{name}' is a speculators checkpoint of type '{kind}', not 'dflash'; name its own method.")
     if raw.get("sample_from_anchor"):
         raise ValueError(
             f"drafter '{name}' predicts from its anchor slot (sample_from_anchor is true), a layout that DFlash "
             f"serving does not have; retrain it with sample_from_anchor false."
         )
-    inner = _require(raw, "transformer_layer_config", name)
-    layer_types = _layer_types(inner, use_swa=False)
+    inner = _section(raw, "transformer_layer_config", name)
+    kinds = _layer_types(inner, name)
     # speculators trains full-attention layers bidirectional whatever this flag says: it is about sliding layers
     # only (speculators 0.9, models/dflash/attention.py), although vLLM 0.32 and 0.33 apply it to all.
     sliding_is_causal = not raw.get("sliding_window_non_causal", True)
@@ -205,11 +205,11 @@ def _from_speculators(raw: Mapping[str, Any], name: str) -> DFlashConfig:
         name,
         "speculators",
         inner,
-        target_layer_ids=[i - 1 for i in _require(raw, "aux_hidden_state_layer_ids", name)],
+        target_layer_ids=[i - 1 for i in _layer_ids(raw, "aux_hidden_state_layer_ids", name)],
         mask_token_id=raw.get("mask_token_id"),
         draft_block_size=raw.get("block_size"),
-        layer_types=layer_types,
-        layer_causal=tuple(kind == _SLIDING and sliding_is_causal for kind in layer_types),
+        layer_slides=tuple(kind == _SLIDING for kind in kinds),
+        layer_causal=tuple(kind == _SLIDING and sliding_is_causal for kind in kinds),
         sliding_window=inner.get("sliding_window"),
         has_attention_sinks=False,
         outer=raw,
@@ -221,100 +221,98 @@ def _build(
     dialect: Literal["z-lab", "speculators"],
     layers: Mapping[str, Any],
     *,
-    target_layer_ids: Any,
+    target_layer_ids: list[int],
     mask_token_id: Any,
-    draft_block_size: int | None,
-    layer_types: tuple[str, ...],
+    draft_block_size: Any,
+    layer_slides: tuple[bool, ...],
     layer_causal: tuple[bool, ...],
     sliding_window: int | None,
     has_attention_sinks: bool,
     outer: Mapping[str, Any],
 ) -> DFlashConfig:
-    if _SLIDING in layer_types and sliding_window is None:
-        raise ValueError(
-            f"drafter '{name}' has sliding-attention layers but no 'sliding_window'; add the window it was trained with."
-        )
-    hidden_size = _require(layers, "hidden_size", name)
-    num_heads = _require(layers, "num_attention_heads", name)
-    vocab_size = _require(layers, "vocab_size", name)
+    if any(layer_slides) and sliding_window is None:
+        raise _wrong(name, "sliding_window", None, f"{sum(layer_slides)} of its layers slide")
+    hidden_size = _number(layers, "hidden_size", name)
+    num_heads = _number(layers, "num_attention_heads", name)
+    vocab_size = _number(layers, "vocab_size", name)
     rope = layers.get("rope_parameters") or {}
     config = DFlashConfig(
         name=name,
         dialect=dialect,
         target_layer_ids=tuple(target_layer_ids),
-        mask_token_id=_mask_token(mask_token_id, vocab_size, name),
+        mask_token_id=mask_token_id,
         draft_block_size=draft_block_size,
         hidden_size=hidden_size,
-        target_hidden_size=outer.get("target_hidden_size") or hidden_size,
-        intermediate_size=_require(layers, "intermediate_size", name),
-        num_layers=_require(layers, "num_hidden_layers", name),
+        target_hidden_size=_number(outer, "target_hidden_size", name, hidden_size),
+        intermediate_size=_number(layers, "intermediate_size", name),
+        num_layers=_number(layers, "num_hidden_layers", name),
         num_heads=num_heads,
-        num_kv_heads=layers.get("num_key_value_heads") or num_heads,
-        head_dim=layers.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=_number(layers, "num_key_value_heads", name, num_heads),
+        head_dim=_number(layers, "head_dim", name, hidden_size // num_heads),
         vocab_size=vocab_size,
-        draft_vocab_size=outer.get("draft_vocab_size") or vocab_size,
+        draft_vocab_size=_number(outer, "draft_vocab_size", name, vocab_size),
         num_target_layers=outer.get("num_target_layers"),
         layer_causal=layer_causal,
-        sliding_windows=tuple(sliding_window if kind == _SLIDING else None for kind in layer_types),
-        rms_norm_eps=layers.get("rms_norm_eps", 1e-6),
+        sliding_windows=tuple(sliding_window if slides else None for slides in layer_slides),
+        rms_norm_eps=layers.get("rms_norm_eps") or 1e-6,
         # vLLM's default where a drafter names no base (qwen3_dflash.py, DFlashQwen3DecoderLayer).
         rope_theta=layers.get("rope_theta") or rope.get("rope_theta") or 1_000_000.0,
         max_position_embeddings=layers.get("max_position_embeddings") or 32768,
         attention_bias=bool(layers.get("attention_bias", False)),
         has_attention_sinks=has_attention_sinks,
-        is_quantised=any("quantization_config" in section for section in (outer, layers)),
+        is_quantised=any(section.get("quantization_config") for section in (outer, layers)),
     )
     _check_own_values(config)
     return config
 
 
 def _check_own_values(config: DFlashConfig) -> None:
-    ids = config.target_layer_ids
-    if not ids or any(not isinstance(i, int) for i in ids):
-        raise ValueError(f"drafter '{config.name}' lists no usable feature layers: target_layer_ids is {list(ids)}.")
-    if list(ids) != sorted(set(ids)):
+    ids = list(config.target_layer_ids)
+    if ids != sorted(set(ids)):
         raise ValueError(
-            f"drafter '{config.name}' lists feature layers {list(ids)}; they must increase without repeats, because "
-            f"vLLM collects each layer once and in order. Retrain with {sorted(set(ids))}."
+            f"drafter '{config.name}' lists feature layers {ids}; they must increase without repeats, because vLLM "
+            f"collects each layer once and in order. Retrain with {sorted(set(ids))}."
         )
-    if config.draft_block_size is not None and config.draft_block_size < 2:
-        raise ValueError(
-            f"drafter '{config.name}' has block_size {config.draft_block_size}; a block is one anchor and at least "
-            f"one drafted token."
-        )
+    mask = config.mask_token_id
+    if type(mask) is not int or not 0 <= mask < config.vocab_size:
+        raise _wrong(config.name, "mask_token_id", mask, f"its tokens are 0 to {config.vocab_size - 1}")
+    size = config.draft_block_size
+    if size is not None and (type(size) is not int or size < 2):
+        raise _wrong(config.name, "block_size", size, "a block is one anchor and at least one drafted token")
     if config.draft_vocab_size > config.vocab_size:
-        raise ValueError(
-            f"drafter '{config.name}' has draft_vocab_size {config.draft_vocab_size}, more than its vocab_size "
-            f"{config.vocab_size}; correct its config.json."
-        )
-    if len(config.layer_causal) != config.num_layers:
-        raise ValueError(
-            f"drafter '{config.name}' has {config.num_layers} layers but {len(config.layer_causal)} 'layer_types'; "
-            f"correct its config.json."
-        )
+        raise _wrong(config.name, "draft_vocab_size", config.draft_vocab_size, f"vocab_size {config.vocab_size}")
 
 
-def _layer_types(layers: Mapping[str, Any], use_swa: bool) -> tuple[str, ...]:
-    kinds = tuple(layers.get("layer_types") or ("full_attention",) * layers.get("num_hidden_layers", 0))
-    # `use_swa` makes every layer slide unless the list already says which ones do (vLLM, _resolve_layer_attention).
-    return (_SLIDING,) * len(kinds) if use_swa and _SLIDING not in kinds else kinds
+def _layer_types(layers: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    num_layers = _number(layers, "num_hidden_layers", name)
+    kinds = layers.get("layer_types") or ["full_attention"] * num_layers
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        raise _wrong(name, "layer_types", kinds, f"num_hidden_layers {num_layers}")
+    return tuple(kinds)
 
 
-def _mask_token(value: Any, vocab_size: int, name: str) -> int:
-    if value is None:
-        raise ValueError(
-            f"drafter '{name}' names no mask token; add 'mask_token_id', the id that its empty slots were trained "
-            f"with, to its config.json."
-        )
-    if not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ValueError(
-            f"drafter '{name}' has mask_token_id {value!r}, outside its vocabulary of {vocab_size} tokens; set the id "
-            f"that it was trained with."
-        )
+def _layer_ids(section: Mapping[str, Any], key: str, name: str) -> list[int]:
+    value = section.get(key)
+    if not isinstance(value, list | tuple) or not value or any(type(i) is not int for i in value):
+        raise _wrong(name, key, value, "it must list at least one layer of the target")
+    return list(value)
+
+
+def _number(section: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    """A count or size; `default` where it is absent or null."""
+    value = default if section.get(key) is None else section[key]
+    if type(value) is not int or value < 1:
+        raise _wrong(name, key, value, "it must be a whole number of at least 1")
     return value
 
 
-def _require(section: Mapping[str, Any], key: str, name: str, prefix: str = "") -> Any:
-    if section.get(key) is None:
-        raise ValueError(f"drafter '{name}' lacks '{prefix}{key}' in its config.json.")
-    return section[key]
+def _section(raw: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    if not isinstance(raw.get(key), Mapping):
+        raise _wrong(name, key, raw.get(key), "it must be a mapping")
+    return raw[key]
+
+
+def _wrong(name: str, key: str, value: Any, but: str) -> ValueError:
+    return ValueError(
+        f"drafter '{name}' has {key} {value!r} in its config.json, but {but}; set the value that it was trained with."
+    )

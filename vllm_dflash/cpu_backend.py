@@ -1,11 +1,16 @@
 """Corrections of vLLM's CPU backend, applied when a DFlash proposer is built on a CPU.
 
-| defect in vLLM 0.32 and 0.33 | consequence | test | can go when |
-|---|---|---|---|
-| `_expand_kernel_impl` (utils/cpu_triton_utils.py) writes into a converted copy of its output and drops it | with speculation on, temperature, top-k and top-p of every verified row are uninitialised memory | tests/engine/test_cpu_backend.py | vLLM issue 55005 is fixed in all supported versions |
-| `ops.rms_norm` ignores all but the first row of a [layers, head_dim] weight (model_executor/models/qwen3_dflash.py, `_normalize_context_k`) | context keys of all layers but the first are scaled by layer 0's K-norm | tests/engine/test_cpu_backend.py | the CPU kernel selects the weight by the outermost index |
+Temperatures of verified rows
+    defect (vLLM 0.32 and 0.33): `_expand_kernel_impl` in utils/cpu_triton_utils.py writes into a converted copy of
+    its output and drops the copy, so with speculation on, temperature, top-k and top-p are uninitialised memory.
+    Can go when vLLM issue 55005 is fixed in all supported versions.
+K-norm of context keys
+    defect (same): `ops.rms_norm` ignores all but the first row of a [layers, head_dim] weight, as which
+    `_normalize_context_k` in model_executor/models/qwen3_dflash.py passes it, so every layer's context keys are
+    scaled by layer 0's weight. Can go when the CPU kernel selects the weight by the outermost index.
 
-The second needs no rebinding: `context_kv.py` normalises each layer by itself.
+Both are shown by tests/engine/test_cpu_backend.py. The second needs no rebinding: `context_kv.py` normalises each
+layer by itself.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def run_demo(model: str | None, draft_model: str | None, num_speculative_tokens:
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": num_speculative_tokens}
     console.print(f"target   {target}\ndrafter  {drafter}\nK        {num_speculative_tokens} drafted tokens per cycle")
 
-    log = tempfile.NamedTemporaryFile("w+", prefix="vllm-dflash-demo-", suffix=".log", delete=False)
-    with _standard_streams_to(log):
+    descriptor, log = tempfile.mkstemp(prefix="vllm-dflash-demo-", suffix=".log")
+    with _standard_streams_to(descriptor, log):
         plain = _start(console, "without DFlash", target, None, max_tokens)
         dflash = _start(console, "with DFlash", target, speculative, max_tokens)
         pairs = []
@@ -77,7 +77,7 @@ def run_demo(model: str | None, draft_model: str | None, num_speculative_tokens:
     console.print(_table(pairs))
     console.print(f"\nFirst answer: {pairs[0][1].text.strip()[:200]} ...\n", markup=False, highlight=False)
     console.print(_advice(pairs, acceptance, num_speculative_tokens), highlight=False)
-    console.print(f"vLLM's log: {log.name}", highlight=False)
+    console.print(f"vLLM's log: {log}", highlight=False)
     return 0 if all(without.token_ids == with_.token_ids for without, with_ in pairs) else 1
 
 
@@ -115,7 +115,11 @@ def _ask(llm: Any, question: str, max_tokens: int) -> Answer:
     drafts_after, accepted_after = _counters(llm)
     completion = output.outputs[0]
     return Answer(
-        completion.text, tuple(completion.token_ids), seconds, drafts_after - drafts, accepted_after - accepted
+        completion.text,
+        tuple(completion.token_ids),
+        seconds,
+        drafts_after - drafts,
+        accepted_after - accepted,
     )
 
 
@@ -137,7 +141,16 @@ def _acceptance_by_position(llm: Any) -> list[float]:
 
 def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
     table = Table(title="greedy decoding, one request at a time")
-    for column in ("question", "tokens", "cycles", "tau", "tok/s without", "tok/s with", "speed-up", "same text"):
+    for column in (
+        "question",
+        "tokens",
+        "cycles",
+        "tau",
+        "tok/s without",
+        "tok/s with",
+        "speed-up",
+        "same text",
+    ):
         table.add_column(column, justify="right")
     for number, (without, with_) in enumerate(pairs, 1):
         table.add_row(str(number), *_row([(without, with_)]), "yes" if without.token_ids == with_.token_ids else "NO")
@@ -172,30 +185,32 @@ def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_dra
     seconds_with = sum(with_.seconds for _, with_ in pairs)
     slots = ", ".join(f"{rate:.0%}" for rate in acceptance)
     why = (
-        f"Every cycle the drafter guesses {num_drafted} tokens at once from the target's own hidden states; the target "
-        f"checks them in one pass and keeps the first right ones (accepted by slot: {slots}), so {_tau(pairs):.2f} tokens "
-        f"cost one pass."
+        f"Every cycle the drafter guesses {num_drafted} tokens at once from the target's own hidden states; the "
+        f"target checks them in one pass and keeps the first right ones (accepted by slot: {slots}), so "
+        f"{_tau(pairs):.2f} tokens cost one pass."
     )
     if seconds_with <= seconds_without:
-        return f"{why}\nAdvice: this pays here; keep K = {num_drafted}, and train a drafter on your own answers for more."
+        return (
+            f"{why}\nAdvice: this pays here; keep K = {num_drafted}, and train a drafter on your own answers for more."
+        )
     smaller = max(1, num_drafted // 2)
     return (
-        f"{why}\nAdvice: this machine pays more for checking {num_drafted + 1} tokens than {_tau(pairs):.2f} accepted ones "
-        f"save; try --num-speculative-tokens {smaller}."
+        f"{why}\nAdvice: this machine pays more for checking {num_drafted + 1} tokens than {_tau(pairs):.2f} accepted "
+        f"ones save; try --num-speculative-tokens {smaller}."
     )
 
 
 @contextlib.contextmanager
-def _standard_streams_to(log: Any) -> Iterator[None]:
+def _standard_streams_to(log_descriptor: int, log: str) -> Iterator[None]:
     """Send file descriptors 1 and 2, which C++ code also writes to, into a log; on an error show its last lines."""
     saved = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     for descriptor in saved:
-        os.dup2(log.fileno(), descriptor)
+        os.dup2(log_descriptor, descriptor)
     try:
         yield
     except BaseException:
         _restore(saved)
-        print("".join(Path(log.name).read_text().splitlines(keepends=True)[-20:]), file=sys.stderr)
+        print("".join(Path(log).read_text().splitlines(keepends=True)[-20:]), file=sys.stderr)
         raise
     else:
         _restore(saved)

@@ -28,8 +28,7 @@ class DFlashOptions:
         settings = additional_config.get("dflash", {})
         if not isinstance(settings, dict):
             raise ValueError(
-                f'additional_config["dflash"] must be a mapping like {{"enabled": true}}, '
-                f"but it is {settings!r}."
+                f'additional_config["dflash"] must be a mapping like {{"enabled": true}}, but it is {settings!r}.'
             )
         known = {field.name: field for field in fields(cls)}
         for key, value in settings.items():
@@ -40,7 +39,6 @@ class DFlashOptions:
             expected = type(known[key].default)
             if not isinstance(value, expected):
                 raise ValueError(
-                    f'additional_config["dflash"]["{key}"] must be of type {expected.__name__}, '
-                    f"but it is {value!r}."
+                    f'additional_config["dflash"]["{key}"] must be of type {expected.__name__}, but it is {value!r}.'
                 )
         return cls(**settings)

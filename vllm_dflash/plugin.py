@@ -3,14 +3,20 @@
 vLLM calls `register` in every process: front end, engine core, workers, model inspection. It is idempotent,
 cheap, and the names below are replaced only for engines whose method is dflash:
 
-| what | where in vLLM | why | until |
-|---|---|---|---|
-| model "DFlashDraftModel" | ModelRegistry | our drafter (KV injection, loading, head) | we end |
-| `EngineArgs.create_speculative_config` | engine/arg_utils.py | check the pair and set K before loading; repair causality | vLLM has a hook for it |
-| `DFlashProposer.__new__` | v1/spec_decode/dflash.py | our proposer in the V1 runner | vLLM has a registry of proposers |
-| `GPUModelRunner._input_fits_in_drafter` | v1/worker/gpu_model_runner.py | the room for a block is checked per request, and context K/V are always written | same |
-| `GPUModelRunner._update_states` | v1/worker/gpu_model_runner.py | placeholder drafts (-1) of requests that the scheduler pads must not reach the embedding | vLLM issue 53977 is fixed |
-| `rejection_sampler.expand_batch_to_tokens` | see cpu_backend.py | wrong on CPUs | see there |
+what                                     why                                                  until
+---------------------------------------  ---------------------------------------------------  --------------------
+model "DFlashDraftModel"                 our drafter: KV injection, loading, head             we end
+  (ModelRegistry)
+EngineArgs.create_speculative_config     check the pair and set K before anything is loaded;  vLLM has a hook there
+  (engine/arg_utils.py)                  repair causality
+DFlashProposer.__new__                   our proposer in the V1 runner                        vLLM has a registry of
+  (v1/spec_decode/dflash.py)                                                                  proposers
+GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
+  (v1/worker/gpu_model_runner.py)        context K/V are always written
+GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM issue 53977 is
+  (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the embedding          fixed
+expand_batch_to_tokens                   wrong on CPUs, see cpu_backend.py                    see there
+  (v1/sample/rejection_sampler.py)
 
 In the V2 runner (GPU) vLLM's own speculator drives our drafter.
 """
@@ -21,8 +27,8 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -78,8 +84,10 @@ def version_problem(installed: str) -> str | None:
     )
 
 
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+def _release(text: str) -> tuple[int, int]:
+    # A build from a source tree without tags calls itself "dev"; it is older than everything here.
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _create_speculative_config(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
@@ -197,14 +205,18 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.module_name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        # Looking a module up is not importing it, so the hook stays until the module has run.
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             self.action(module)
 
         spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]

@@ -110,7 +110,10 @@ class DraftProposer(DFlashProposer):
         return min(self.runner.effective_drafter_max_model_len, self.draft_model_config.max_model_len)
 
     def requests_to_draft(
-        self, metadata: CommonAttentionMetadata, num_rejected: torch.Tensor | None, num_speculative_tokens: int
+        self,
+        metadata: CommonAttentionMetadata,
+        num_rejected: torch.Tensor | None,
+        num_speculative_tokens: int,
     ) -> np.ndarray:
         """Indices [D] of requests with a sampled anchor and room for a whole block.
 
@@ -134,7 +137,11 @@ class DraftProposer(DFlashProposer):
         if slots.is_cpu:
             kept = (slots != PAD_SLOT_ID).nonzero().flatten()
             if len(kept) < len(slots):
-                target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
+                target_hidden_states, positions, slots = (
+                    target_hidden_states[kept],
+                    positions[kept],
+                    slots[kept],
+                )
         features = self.model.combine_hidden_states(target_hidden_states)
         self.model.precompute_and_store_context_kv(features, positions, slots)
 
@@ -169,7 +176,9 @@ class DraftProposer(DFlashProposer):
             slot_mapping=self._get_slot_mapping(num_padded, rows.query_slots),
         ):
             return self.model(
-                input_ids=self.input_ids[:num_padded], positions=self.positions[:num_padded], inputs_embeds=None
+                input_ids=self.input_ids[:num_padded],
+                positions=self.positions[:num_padded],
+                inputs_embeds=None,
             )
 
     def query_metadata(
@@ -206,9 +215,7 @@ class DraftProposer(DFlashProposer):
             causal=self.dflash_causal,
         )
 
-    def sample(
-        self, hidden: torch.Tensor, drafting: np.ndarray, sampling_metadata: SamplingMetadata
-    ) -> torch.Tensor:
+    def sample(self, hidden: torch.Tensor, drafting: np.ndarray, sampling_metadata: SamplingMetadata) -> torch.Tensor:
         """Draft tokens [D * K] of the predicting rows; draft probabilities are kept where they were asked for."""
         temperature = sampling_metadata.temperature
         if temperature is not None and len(drafting) < len(temperature):

@@ -137,7 +137,10 @@ def generate(
         The generated tokens, which are the target's own greedy ones, and the cycles that led there.
     """
     _, logits = features_and_logits(target, prompt_ids, drafter.config)
-    tokens = [*prompt_ids, int(logits[-1].argmax())]  # the last token is the anchor: known, its features are not
+    tokens = [
+        *prompt_ids,
+        int(logits[-1].argmax()),
+    ]  # the last token is the anchor: known, its features are not
     cycles = []
     while len(tokens) < len(prompt_ids) + max_tokens:
         start = len(tokens) - 1

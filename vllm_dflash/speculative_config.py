@@ -13,7 +13,9 @@ from vllm_dflash.checkpoint import check_checkpoint
 from vllm_dflash.config import DFlashConfig, TargetShape, is_dflash_config
 
 
-def read_drafter(speculative: dict[str, Any] | None, spec_method: str | None, spec_model: str | None) -> DFlashConfig | None:
+def read_drafter(
+    speculative: dict[str, Any] | None, spec_method: str | None, spec_model: str | None
+) -> DFlashConfig | None:
     """The drafter named by a user's speculative settings, or None if they are not about plain DFlash.
 
     Args:
@@ -77,4 +79,8 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
 def _read_config_json(model: str, revision: str | None) -> dict[str, Any] | None:
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    return get_hf_file_to_dict("config.json", model, revision or "main")
+    try:
+        raw = get_hf_file_to_dict("config.json", model, revision or "main")
+    except (OSError, ValueError):  # neither a folder nor the name of a repository, or not JSON
+        return None
+    return raw if isinstance(raw, dict) else None

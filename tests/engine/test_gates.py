@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from test_reference import compare_drafts, load_reference
 
@@ -18,8 +20,11 @@ def served(engine, tiny_target, tiny_drafter):
 def test_one_long_request_does_not_stop_the_others(served, engine, tiny_target, tiny_drafter):
     """Issue in vLLM: near the maximum length of one request, drafting stops for the whole batch."""
     budgets = [MAX_LEN - len(LONG), 50]
-    plain = [engine(tiny_target, max_model_len=MAX_LEN).token_ids([p], max_tokens=n)[0] for p, n in zip((LONG, SHORT), budgets)]
-    long, short = run_together(served, [LONG, SHORT], budgets)
+    plain = [
+        engine(tiny_target, max_model_len=MAX_LEN).token_ids([p], max_tokens=n)[0]
+        for p, n in zip((LONG, SHORT), budgets)
+    ]
+    long, short = served.generate_together([LONG, SHORT], budgets, arrivals=[0, 0])
     assert [long.token_ids, short.token_ids] == plain
 
     last_drafted = max(draft.anchor_position for draft in long.drafts if draft.tokens)
@@ -52,59 +57,26 @@ def test_one_token_prompt_joins_running_requests(served, engine, tiny_target):
     """The scheduler pads such a request with drafts of -1, which must not reach the embedding (vLLM issue 53977)."""
     prompts = [[9], SHORT, [11, 2, 90]]
     plain = [engine(tiny_target, max_model_len=MAX_LEN).token_ids([p], max_tokens=24)[0] for p in prompts]
-    results = run_together(served, [SHORT, [11, 2, 90], [9]], [24, 24, 24], arrivals=[0, 0, 4])
+    results = served.generate_together([SHORT, [11, 2, 90], [9]], [24, 24, 24], arrivals=[0, 0, 4])
     assert [result.token_ids for result in results] == [plain[1], plain[2], plain[0]]
 
 
 def test_no_drafts_when_a_step_asks_for_none(served, engine, tiny_target, tiny_drafter, monkeypatch):
     """K = 0 skips the block but writes context K/V, so that drafting resumes as if it had never stopped."""
-    proposer, steps = served.runner.drafter, iter([4, 0, 3, 0, 4] * 20)
-    propose = type(proposer).propose
-    num_blocks = []
-    run_queries = type(proposer).run_queries
+    proposer, schedule, num_query_rows = served.runner.drafter, itertools.cycle([4, 0, 3, 0, 4]), []
+    propose, run_queries = proposer.propose, proposer.run_queries
 
-    def propose_with_schedule(self, num_speculative_tokens, *args, **kwargs):
-        return propose(self, next(steps), *args, **kwargs)
+    def propose_by_schedule(num_speculative_tokens, **arguments):
+        return propose(num_speculative_tokens=next(schedule), **arguments)
 
-    def count_blocks(self, rows, *args):
-        num_blocks.append(len(rows.query_ids))
-        return run_queries(self, rows, *args)
+    def count_query_rows(rows, *arguments):
+        num_query_rows.append(len(rows.query_ids))
+        return run_queries(rows, *arguments)
 
-    monkeypatch.setattr(proposer, "propose", lambda num_speculative_tokens, **kw: propose_with_schedule(proposer, num_speculative_tokens, **kw), raising=False)
-    monkeypatch.setattr(proposer, "run_queries", lambda *args: count_blocks(proposer, *args), raising=False)
+    monkeypatch.setattr(proposer, "propose", propose_by_schedule)
+    monkeypatch.setattr(proposer, "run_queries", count_query_rows)
     results = served.generate([SHORT], max_tokens=40)
-    assert [r.token_ids for r in results] == engine(tiny_target, max_model_len=MAX_LEN).token_ids([SHORT], max_tokens=40)
-    assert num_blocks[:5] == [5, 0, 4, 0, 5]
+    plain = engine(tiny_target, max_model_len=MAX_LEN).token_ids([SHORT], max_tokens=40)
+    assert [result.token_ids for result in results] == plain
+    assert num_query_rows[:5] == [5, 0, 4, 0, 5]
     assert compare_drafts(results, *load_reference(tiny_target, tiny_drafter))[2] == []
-
-
-def run_together(served, prompts, budgets, arrivals=None):
-    """Results of requests with their own budgets, each added after the given number of engine steps."""
-    from engines import Result
-    from vllm import SamplingParams
-
-    llm_engine = served.llm.llm_engine
-    served._drafts.clear()
-    finished, step = {}, 0
-    waiting = sorted(zip(arrivals or [0] * len(prompts), range(len(prompts))))
-    while waiting or llm_engine.has_unfinished_requests():
-        while waiting and waiting[0][0] <= step:
-            index = waiting.pop(0)[1]
-            llm_engine.add_request(
-                f"together-{index}",
-                {"prompt_token_ids": prompts[index]},
-                SamplingParams(temperature=0, max_tokens=budgets[index], ignore_eos=True, detokenize=False),
-            )
-        for output in llm_engine.step():
-            if output.finished:
-                finished[output.request_id] = output
-        step += 1
-    return [
-        Result(
-            prompt,
-            list(finished[f"together-{i}"].outputs[0].token_ids),
-            served._drafts.get(f"together-{i}", []),
-            finished[f"together-{i}"].outputs[0],
-        )
-        for i, prompt in enumerate(prompts)
-    ]

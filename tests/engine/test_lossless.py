@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 TINY_PROMPTS = [[3, 5, 7], [11, 2, 90, 41, 8], list(range(20, 60)), [100]]

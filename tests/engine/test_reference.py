@@ -86,7 +86,9 @@ def test_one_layer_drafts_equal_native(engine, tiny_target, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("num_prompts", "max_tokens"), [(4, 64), pytest.param(20, 128, marks=pytest.mark.slow)], ids=["short", "full"]
+    ("num_prompts", "max_tokens"),
+    [(4, 64), pytest.param(20, 128, marks=pytest.mark.slow)],
+    ids=["short", "full"],
 )
 def test_smollm2_drafts_equal_the_reference(engine, smollm2, drafter, smollm2_prompts, num_prompts, max_tokens):
     results = engine(smollm2, drafter=drafter).generate(smollm2_prompts[:num_prompts], max_tokens=max_tokens)

