@@ -226,16 +226,16 @@ def _build(
     draft_block_size: Any,
     layer_slides: tuple[bool, ...],
     layer_causal: tuple[bool, ...],
-    sliding_window: int | None,
+    sliding_window: Any,
     has_attention_sinks: bool,
     outer: Mapping[str, Any],
 ) -> DFlashConfig:
-    if any(layer_slides) and sliding_window is None:
-        raise _wrong(name, "sliding_window", None, f"{sum(layer_slides)} of its layers slide")
+    if any(layer_slides) and type(sliding_window) is not int:
+        raise _wrong(name, "sliding_window", sliding_window, f"{sum(layer_slides)} of its layers slide")
     hidden_size = _number(layers, "hidden_size", name)
     num_heads = _number(layers, "num_attention_heads", name)
     vocab_size = _number(layers, "vocab_size", name)
-    rope = layers.get("rope_parameters") or {}
+    rope = _section(layers, "rope_parameters", name) if layers.get("rope_parameters") else {}
     config = DFlashConfig(
         name=name,
         dialect=dialect,

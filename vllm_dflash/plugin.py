@@ -35,7 +35,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-from vllm_dflash import SUPPORTED_VLLM
+from vllm_dflash import LOGGER, SUPPORTED_VLLM
 from vllm_dflash.options import DFlashOptions
 
 #: Set to 1 to run with a vLLM release that this version was not tested with.
@@ -107,20 +107,14 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
     )
     if warning is not None:
         _logger().warning("%s", warning)
-    # vLLM refuses a shorthand flag beside the same key of the mapping; the mapping has everything now.
-    args.speculative_config = given | {
-        "method": "dflash",
-        "model": given.get("model", args.spec_model),
-        "num_speculative_tokens": num_speculative_tokens,
-    }
-    args.spec_method = args.spec_model = args.spec_tokens = None
+    settings = {"method": "dflash", "model": config.name, "num_speculative_tokens": num_speculative_tokens}
+    args.speculative_config = given | settings
+    # vLLM refuses a shorthand flag beside the same key of the mapping, which is right where the user gave both.
+    for flag, key in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")):
+        if key not in given:
+            setattr(args, flag, None)
     speculative_config = original(args, *positional, **named)
     correct_draft_config(speculative_config, config)
-    if getattr(speculative_config, "disable_eagle_block_drop", False):
-        _logger().info(
-            "DFlash reads only features of computed tokens, so prefix-cache hits keep their last block; vLLM's warning "
-            "about EAGLE block dropping does not apply."
-        )
     return speculative_config
 
 
@@ -226,4 +220,4 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 def _logger() -> Any:
     from vllm.logger import init_logger
 
-    return init_logger("vllm.plugins.dflash")
+    return init_logger(LOGGER)

@@ -19,11 +19,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_dflash import __version__, cpu_backend
+from vllm_dflash import LOGGER, __version__, cpu_backend
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
 
-logger = init_logger("vllm.plugins.dflash")
+logger = init_logger(LOGGER)
 
 
 class DraftProposer(DFlashProposer):

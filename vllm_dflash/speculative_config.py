@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash import LOGGER
 from vllm_dflash.checkpoint import check_checkpoint
 from vllm_dflash.config import DFlashConfig, TargetShape, is_dflash_config
 
@@ -72,8 +73,14 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
         hf_config.dflash_config["causal"] = causal.pop()
     else:
         hf_config.dflash_config.pop("causal", None)
-    if hasattr(speculative_config, "use_eagle_block_drop"):
+    if speculative_config.use_eagle_block_drop():
+        from vllm.logger import init_logger
+
         speculative_config.disable_eagle_block_drop = True
+        init_logger(LOGGER).info(
+            "DFlash reads only features of computed tokens, so prefix-cache hits keep their last block; vLLM's warning "
+            "about EAGLE block dropping does not apply."
+        )
 
 
 def _read_config_json(model: str, revision: str | None) -> dict[str, Any] | None:
