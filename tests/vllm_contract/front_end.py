@@ -1,0 +1,127 @@
+"""What we use of vLLM around the engine: config, arguments, plugins, `LLM` and its outputs, metrics."""
+
+from __future__ import annotations
+
+from vllm_contract.row import Row
+
+FRONT_END: dict[str, tuple[Row, ...]] = {
+    "vllm": (
+        Row("__version__", "plugin.py"),
+        Row("LLM", "demo.py"),
+        Row("SamplingParams", "demo.py"),
+    ),
+    "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py"),),
+    "vllm.config.model": (
+        Row("ModelConfig", "drafter.py, proposer.py, speculative_config.py", fields="model max_model_len hf_config"),
+        Row("ModelConfig.get_total_num_hidden_layers", "speculative_config.py", call=""),
+        Row("ModelConfig.get_hidden_size", "speculative_config.py", call=""),
+        Row("ModelConfig.get_vocab_size", "speculative_config.py", call=""),
+    ),
+    "vllm.config.parallel": (Row("ParallelConfig", "proposer.py", fields="data_parallel_size"),),
+    "vllm.config.speculative": (
+        Row(
+            "SpeculativeConfig",
+            "plugin.py, speculative_config.py",
+            fields="method model revision num_speculative_tokens draft_model_config disable_eagle_block_drop",
+        ),
+        Row(
+            "SpeculativeConfig.use_eagle_block_drop",
+            "speculative_config.py",
+            call="",
+            returns="bool",
+            contains="not self.disable_eagle_block_drop",
+        ),
+    ),
+    "vllm.config.vllm": (
+        Row(
+            "VllmConfig",
+            "drafter.py, plugin.py, proposer.py",
+            fields="additional_config parallel_config",
+            members="use_v2_model_runner",
+        ),
+        # Cache slots for the anchor and K masks.
+        Row(
+            "VllmConfig.num_lookahead_tokens",
+            "proposer.py",
+            contains="speculative_config.use_dflash(); self.num_speculative_tokens + 1",
+        ),
+    ),
+    "vllm.engine.arg_utils": (
+        Row(
+            "EngineArgs", "plugin.py", fields="speculative_config spec_method spec_model spec_tokens additional_config"
+        ),
+        # Plugins must be in place before the config is created.
+        Row("EngineArgs.__post_init__", "plugin.py", contains="load_general_plugins()"),
+        Row(
+            "EngineArgs.create_speculative_config",
+            "plugin.py",
+            signature="target_model_config target_parallel_config",
+            contains=(
+                "self.spec_method; self.spec_model; self.spec_tokens; SpeculativeConfig(**self.speculative_config)"
+            ),
+        ),
+        Row(
+            "EngineArgs.create_engine_config",
+            "plugin.py",
+            contains="self.create_speculative_config(target_model_config=_, target_parallel_config=_)",
+        ),
+        # The demo's arguments of LLM, which LLM hands on.
+        Row(
+            "EngineArgs",
+            "demo.py",
+            fields="disable_log_stats dtype enforce_eager max_model_len max_num_seqs use_tqdm_on_load",
+        ),
+    ),
+    "vllm.entrypoints.llm": (
+        Row("LLM.__init__", "demo.py", call="model"),
+        Row("LLM.chat", "demo.py", call="messages sampling_params * use_tqdm"),
+        Row("LLM.get_metrics", "demo.py", call=""),
+    ),
+    "vllm.envs": (
+        Row(
+            "environment_variables",
+            "demo.py",
+            contains=(
+                "'VLLM_CPU_KVCACHE_SPACE'; 'VLLM_CPU_NUM_OF_RESERVED_CPU'; "
+                "'VLLM_ENABLE_V1_MULTIPROCESSING'; 'VLLM_LOGGING_LEVEL'; 'VLLM_NO_USAGE_STATS'"
+            ),
+        ),
+    ),
+    "vllm.logger": (Row("init_logger", "plugin.py, proposer.py, speculative_config.py", call="name"),),
+    "vllm.outputs": (
+        Row("RequestOutput.__init__", "demo.py", sets="outputs"),
+        Row("CompletionOutput", "demo.py", fields="text token_ids"),
+    ),
+    "vllm.plugins": (
+        Row("DEFAULT_PLUGINS_GROUP", "pyproject.toml", value="vllm.general_plugins"),
+        Row(
+            "load_general_plugins", "plugin.py", call="", contains="load_plugins_by_group(group=DEFAULT_PLUGINS_GROUP)"
+        ),
+    ),
+    "vllm.sampling_params": (Row("SamplingParams", "demo.py", members="max_tokens temperature"),),
+    "vllm.transformers_utils.configs.speculators.algos": (
+        Row(
+            "update_dflash",
+            "speculative_config.py, proposer.py",
+            contains="pre_trained_config['dflash_config']['causal']; 'target_layer_ids'; ['DFlashDraftModel']",
+        ),
+    ),
+    "vllm.transformers_utils.repo_utils": (
+        Row("get_hf_file_to_dict", "speculative_config.py", call="file_name model revision"),
+    ),
+    "vllm.v1.metrics.reader": (
+        Row("Metric", "demo.py", fields="name"),
+        Row("Counter", "demo.py", fields="value"),
+        Row("Vector", "demo.py", fields="values"),
+    ),
+    "vllm.v1.spec_decode.metrics": (
+        Row(
+            "SpecDecodingProm.__init__",
+            "demo.py",
+            contains=(
+                "'vllm:spec_decode_num_drafts'; 'vllm:spec_decode_num_accepted_tokens'; "
+                "'vllm:spec_decode_num_accepted_tokens_per_pos'"
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,180 @@
+"""What we use of vLLM inside the engine: scheduler, runners, proposers, their attention metadata."""
+
+from __future__ import annotations
+
+from vllm_contract.row import Row
+
+_PROPOSE = (
+    "num_speculative_tokens target_token_ids target_positions target_hidden_states next_token_ids "
+    "token_indices_to_sample common_attn_metadata sampling_metadata mm_embed_inputs num_rejected_tokens_gpu "
+    "slot_mappings"
+)
+_PROPOSE_CALL = f"self.drafter.propose({', '.join(f'{name}=_' for name in _PROPOSE.split())})"
+
+RUNNER: dict[str, tuple[Row, ...]] = {
+    "vllm.distributed.eplb.eplb_state": (
+        Row("EplbState.prepare_forward", "proposer.py", call="model_config num_unpadded_tokens"),
+    ),
+    "vllm.forward_context": (
+        Row(
+            "set_forward_context",
+            "proposer.py",
+            call="attn_metadata vllm_config * num_tokens num_tokens_across_dp cudagraph_runtime_mode slot_mapping",
+        ),
+    ),
+    "vllm.v1.attention.backend": (
+        Row(
+            "CommonAttentionMetadata",
+            "proposer.py",
+            call=(
+                "* query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
+                "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal"
+            ),
+        ),
+    ),
+    "vllm.v1.attention.backends.utils": (Row("PAD_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
+    "vllm.v1.core.sched.output": (Row("SchedulerOutput", "plugin.py", fields="scheduled_spec_decode_tokens"),),
+    "vllm.v1.core.sched.scheduler": (
+        # The warning that our own message declares void.
+        Row(
+            "Scheduler.__init__",
+            "speculative_config.py",
+            contains=(
+                "'EAGLE trailing prefix-cache block dropping is disabled. This is experimental and "
+                "may affect speculative-token acceptance rates.'"
+            ),
+        ),
+    ),
+    "vllm.v1.sample.metadata": (Row("SamplingMetadata", "proposer.py", fields="temperature"),),
+    "vllm.v1.sample.rejection_sampler": (
+        Row("expand_batch_to_tokens", "cpu_backend.py", signature="x cu_num_tokens num_tokens replace_from replace_to"),
+        # Looked up as a global of the module, so rebinding the name there is enough.
+        Row(
+            "apply_sampling_constraints",
+            "cpu_backend.py",
+            contains="expand_batch_to_tokens(_, _, _, replace_from=_, replace_to=_); expand_batch_to_tokens(_, _, _)",
+        ),
+    ),
+    "vllm.v1.spec_decode.dflash": (
+        Row(
+            "DFlashProposer",
+            "plugin.py, proposer.py",
+            bases="SpecDecodeBaseProposer",
+            members="dflash_config",
+            lacks="__new__ load_model propose",
+        ),
+        Row(
+            "DFlashProposer.__init__",
+            "plugin.py, proposer.py",
+            signature="vllm_config device runner",
+            sets="arange dflash_causal positions",
+        ),
+        Row(
+            "DFlashProposer.build_per_group_and_layer_attn_metadata",
+            "proposer.py",
+            call="cad",
+            returns="tuple[list[object], dict[str, object]]",
+        ),
+        Row(
+            "DFlashProposer.dummy_run",
+            "drafter.py, proposer.py",
+            call="* num_tokens",
+            contains="self.model.precompute_and_store_context_kv(context_states, context_positions)",
+        ),
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer": (
+        Row("SpecDecodeBaseProposer", "plugin.py", lacks="__new__"),
+        Row(
+            "SpecDecodeBaseProposer.__init__",
+            "proposer.py",
+            sets=(
+                "_last_draft_probs arange block_size device draft_model_config eplb_state input_ids "
+                "num_speculative_tokens parallel_drafting_token_id positions use_heterogeneous_vocab "
+                "use_local_argmax_reduction vllm_config"
+            ),
+        ),
+        Row("SpecDecodeBaseProposer.load_model", "proposer.py", signature="target_model", sets="model"),
+        Row("SpecDecodeBaseProposer.initialize_attn_backend", "proposer.py", sets="block_size"),
+        Row("SpecDecodeBaseProposer.propose", "proposer.py", signature=_PROPOSE),
+        Row(
+            "SpecDecodeBaseProposer._determine_batch_execution_and_padding",
+            "proposer.py",
+            call="num_tokens",
+            returns="tuple[CUDAGraphMode, int, torch.Tensor | None]",
+        ),
+        Row(
+            "SpecDecodeBaseProposer._get_slot_mapping",
+            "proposer.py",
+            call="num_tokens slot_mapping",
+            returns="dict[str, torch.Tensor]",
+        ),
+        Row(
+            "SpecDecodeBaseProposer._sample_draft_tokens",
+            "proposer.py",
+            call="hidden_states sampling_metadata",
+            returns="tuple[torch.Tensor, torch.Tensor | None]",
+            contains="self._greedy_sample(hidden_states)",
+        ),
+        Row("SpecDecodeBaseProposer._greedy_sample", "proposer.py", signature="hidden_states"),
+        Row(
+            "SpecDecodeBaseProposer.take_last_draft_probs",
+            "proposer.py",
+            signature="",
+            contains="self._last_draft_probs",
+        ),
+    ),
+    "vllm.v1.spec_decode.utils": (Row("PADDING_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
+    "vllm.v1.utils": (Row("CpuGpuBuffer.__init__", "proposer.py", sets="np"),),
+    "vllm.v1.worker.cpu_model_runner": (
+        Row("CPUModelRunner", "plugin.py", lacks="_input_fits_in_drafter _update_states", bases="GPUModelRunner"),
+    ),
+    "vllm.v1.worker.cpu_worker": (
+        Row(
+            "CPUWorker.init_device",
+            "plugin.py, proposer.py",
+            contains="self.use_v2_model_runner; CPUModelRunner(self.vllm_config, torch.device('cpu'))",
+        ),
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
+        # The V2 runner's speculator drives our drafter.
+        Row(
+            "DFlashSpeculator._precompute_context_kv",
+            "drafter.py",
+            contains="self.model.precompute_and_store_context_kv(_, _, _)",
+        ),
+    ),
+    "vllm.v1.worker.gpu_input_batch": (Row("InputBatch", "proposer.py", members="req_ids"),),
+    "vllm.v1.worker.gpu_model_runner": (
+        Row("DFlashProposer", "plugin.py"),
+        Row(
+            "GPUModelRunner.__init__",
+            "plugin.py, proposer.py",
+            sets="effective_drafter_max_model_len use_async_scheduling",
+            contains=(
+                "self.drafter = DFlashProposer(self.vllm_config, self.device, self); "
+                "self.discard_request_mask = self._make_buffer(self.max_num_reqs, dtype=torch.bool); "
+                "self.input_batch = InputBatch(...)"
+            ),
+        ),
+        Row("GPUModelRunner._input_fits_in_drafter", "plugin.py", signature="common_attn_metadata"),
+        Row("GPUModelRunner.sample_tokens", "plugin.py", contains="self._input_fits_in_drafter(_)"),
+        Row(
+            "GPUModelRunner._update_states",
+            "plugin.py",
+            signature="scheduler_output",
+            contains="scheduler_output.scheduled_spec_decode_tokens",
+        ),
+        Row("GPUModelRunner.execute_model", "plugin.py", contains="self._update_states(scheduler_output)"),
+        Row(
+            "GPUModelRunner.propose_draft_token_ids",
+            "proposer.py",
+            contains=f"{_PROPOSE_CALL}; self.drafter.take_last_draft_probs()",
+        ),
+        # Drafts may be one list per request where the scheduler waits for them.
+        Row(
+            "GPUModelRunner._get_draft_token_ids_cpu",
+            "proposer.py",
+            contains="isinstance(self._draft_token_ids, list); self.input_batch.req_ids",
+        ),
+    ),
+}
