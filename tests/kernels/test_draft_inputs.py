@@ -96,7 +96,8 @@ def random_step(generator: torch.Generator, num_reqs: int, num_query: int) -> li
 
 def loop_oracle(anchors, positions, starts, rejected, table, drafting, page, mask, num_query, limit) -> DraftRows:
     """The rows, one by one."""
-    context_positions, context_slots, ids, query_positions, query_slots, samples = [], [], [], [], [], []
+    fields: tuple[list[int], ...] = ([], [], [], [], [], [])
+    context_positions, context_slots, ids, query_positions, query_slots, samples = fields
     for request in range(len(anchors)):
         rows = range(int(starts[request]), int(starts[request + 1]))
         valid = len(rows) - int(rejected[request])
@@ -115,7 +116,6 @@ def loop_oracle(anchors, positions, starts, rejected, table, drafting, page, mas
                 position = anchor_position + offset
                 query_positions.append(position)
                 query_slots.append(int(table[request, position // page]) * page + position % page)
-    fields = (context_positions, context_slots, ids, query_positions, query_slots, samples)
     return DraftRows(*(torch.tensor(field, dtype=torch.int64) for field in fields))
 
 
