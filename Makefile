@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
 	done; echo python3)
 
-.PHONY: help setup demo test test-slow check format bench-serving clean
+.PHONY: help setup demo test test-slow check format bench-serving profile-cycle clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -35,6 +35,9 @@ format: setup ## Format the code and fix what ruff can fix
 
 bench-serving: setup ## Measure serving with and without DFlash
 	.venv/bin/python bench/bench_serving.py
+
+profile-cycle: setup ## Say where the time of one draft-verify cycle goes
+	.venv/bin/python bench/profile_cycle.py
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks build dist *.egg-info
