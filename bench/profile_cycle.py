@@ -94,9 +94,8 @@ def time_calls(owner: Any, name: str, into: list[float]) -> None:
 def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
     facts = circumstances()
     print(f"{'native' if options.native else 'ours'}, K = {options.num_speculative_tokens}, ", end="")
-    print(
-        f"concurrency {options.concurrency}, {options.dtype}, {facts['machine']}, vLLM {facts['vllm']}, {facts['commit']}"
-    )
+    print(f"concurrency {options.concurrency}, {options.dtype}, ", end="")
+    print(f"{facts['machine']}, vLLM {facts['vllm']}, {facts['commit']}")
     whole = statistics.median(times["whole step"])
     for label in ("whole step", *PARTS):
         calls = times[label][1:]  # the first is the prompt

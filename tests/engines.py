@@ -72,7 +72,12 @@ class Engine:
             "skip_tokenizer_init": not tokenizer,
             "additional_config": {"dflash": {"enabled": not native}},
         }
-        self.llm = LLM(str(target), speculative_config=speculative, **(settings | arguments))
+        settings |= arguments
+        # Room for every request at full length and no more: the engines of a session are all alive at once, and
+        # vLLM would give each of them a gigabyte.
+        pages_per_request = -(-settings["max_model_len"] // settings.get("block_size", 128))
+        settings.setdefault("num_gpu_blocks_override", 1 + settings["max_num_seqs"] * pages_per_request)
+        self.llm = LLM(str(target), speculative_config=speculative, **settings)
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner

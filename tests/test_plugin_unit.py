@@ -127,6 +127,18 @@ def test_dflash2_stays_with_vllm(tmp_path, dialect, method):
     assert read_drafter({"model": folder, "method": method} if method else {"model": folder}, None, None) is None
 
 
+@pytest.mark.parametrize("architecture", ["MuseGlimmerAssistantModel", "LagunaForCausalLM", "LiLiCorrDraftModel"])
+def test_variants_with_classes_of_their_own_stay_with_vllm(tmp_path, architecture):
+    folder = write_config(tmp_path / "drafter", {"architectures": [architecture], "hidden_size": 64})
+    assert read_drafter({"method": "dflash", "model": folder}, None, None) is None
+
+
+def test_drafter_under_an_unknown_architecture_is_refused(tmp_path):
+    folder = write_config(tmp_path / "drafter", drafter_config(architectures=["Qwen3ForCausalLM"]))
+    with pytest.raises(ValueError, match=naming(folder, "['Qwen3ForCausalLM']", "DFlashDraftModel")):
+        read_drafter({"method": "dflash", "model": folder}, None, None)
+
+
 def test_model_that_is_no_drafter_is_refused_only_when_dflash_is_asked_for(tmp_path):
     folder = write_config(tmp_path / "model", {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64})
     with pytest.raises(ValueError, match=naming(folder, "not a DFlash drafter", "['Qwen3ForCausalLM']", "give a")):

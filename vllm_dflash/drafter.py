@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
+from vllm_dflash import LOGGER, __version__
 from vllm_dflash.context_kv import ContextKV
 from vllm_dflash.options import DFlashOptions
+
+logger = init_logger(LOGGER)
 
 
 class DrafterLayers(DFlashQwen3Model):
@@ -48,6 +52,10 @@ class Drafter(DFlashQwen3ForCausalLM):
             return DFlashQwen3ForCausalLM(vllm_config=vllm_config, prefix=prefix)
         return super().__new__(cls)
 
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.vllm_config = vllm_config
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint and refuse one that leaves a parameter unfilled.
 
@@ -72,6 +80,23 @@ class Drafter(DFlashQwen3ForCausalLM):
                 f"drafter '{self.draft_model_config.model}' gives no (or NaN) values for {', '.join(unfilled)}; it "
                 f"would draft from random values. Re-export the checkpoint."
             )
+        self._announce()
+
+    def _announce(self) -> None:
+        """One line per worker that says what is live; a plugin that vLLM could not load would say nothing."""
+        is_cpu = self.vllm_config.device_config.device_type == "cpu"
+        is_v2 = self.vllm_config.use_v2_model_runner
+        nested = getattr(self.config, "dflash_config", None) or {}
+        logger.info(
+            "vllm-dflash %s is live: %s drafts in the %s, kernels: %s, trained block %s, K = %s, target layers %s.",
+            __version__,
+            type(self).__name__,
+            "V2 runner (vLLM's own speculator)" if is_v2 else "V1 runner (our proposer)",
+            "oneDNN and torch on the CPU" if is_cpu else "vLLM's" if is_v2 else "Triton for draft inputs, else vLLM's",
+            nested.get("block_size", getattr(self.config, "block_size", "unknown")),
+            self.vllm_config.speculative_config.num_speculative_tokens,
+            nested.get("target_layer_ids"),
+        )
 
     def greedy_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The most probable token of each row, as a target token id.

@@ -11,19 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_dflash import LOGGER, __version__, cpu_backend
+from vllm_dflash import cpu_backend
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
-
-logger = init_logger(LOGGER)
 
 
 class DraftProposer(DFlashProposer):
@@ -37,22 +33,6 @@ class DraftProposer(DFlashProposer):
         self.mask_token_id = self.parallel_drafting_token_id
         if device.type == "cpu":
             cpu_backend.correct()
-
-    def load_model(self, target_model: nn.Module) -> None:
-        super().load_model(target_model)
-        where = "oneDNN and torch on the CPU" if self.device.type == "cpu" else f"Triton on {self.device.type}"
-        trained = getattr(self.draft_model_config.hf_config, "block_size", None)
-        trained = self.dflash_config.get("block_size", trained)
-        logger.info(
-            "vllm-dflash %s is live: %s drafts in the V1 runner, kernels %s, trained block %s, K = %d, "
-            "target layers %s.",
-            __version__,
-            type(self.model).__name__,
-            where,
-            trained,
-            self.num_speculative_tokens,
-            self.dflash_config.get("target_layer_ids"),
-        )
 
     @torch.inference_mode()
     def propose(

@@ -39,9 +39,13 @@ def read_drafter(
             f"Hugging Face repository with a DFlash drafter."
         )
     if not is_dflash_config(raw):
-        if method is None or "dflash_config" in raw or "speculators_model_type" in raw:
-            return None  # another method, or a DFlash variant that vLLM serves itself
-        return DFlashConfig.from_dict(raw, model)  # raises, naming what the file is instead
+        if method is None or _is_vllms_variant(raw):
+            return None
+        DFlashConfig.from_dict(raw, model)  # raises where the file is no DFlash drafter's at all
+        raise ValueError(
+            f"drafter '{model}' has architectures {raw.get('architectures')}, which vLLM does not serve with method "
+            f'dflash; if it is a plain DFlash drafter, set ["DFlashDraftModel"] in its config.json.'
+        )
     config = DFlashConfig.from_dict(raw, model)
     if Path(model).is_dir():
         check_checkpoint(Path(model), config)
@@ -81,6 +85,18 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
             "DFlash reads only features of computed tokens, so prefix-cache hits keep their last block; vLLM's warning "
             "about EAGLE block dropping does not apply."
         )
+
+
+def _is_vllms_variant(raw: dict[str, Any]) -> bool:
+    """Is this a DFlash variant with a class of its own in vLLM (DFlash2, LiLiCorr, Laguna, Muse Glimmer)?"""
+    if "speculators_model_type" in raw:  # from which vLLM derives the class; plain DFlash is ours
+        return True
+    from vllm.model_executor.models import ModelRegistry
+
+    # vLLM puts DFlash before the name of an architecture that lacks it (transformers_utils/configs/eagle.py).
+    names = [name if "DFlash" in name else f"DFlash{name}" for name in raw.get("architectures") or []]
+    served = set(ModelRegistry.get_supported_archs())
+    return "LiLiCorrDraftModel" in (raw.get("architectures") or []) or bool(served.intersection(names))
 
 
 def _read_config_json(model: str, revision: str | None) -> dict[str, Any] | None:

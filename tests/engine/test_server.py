@@ -78,7 +78,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
 
 def test_worker_announces_what_is_live(server):
     [line] = [line for line in server.log.read_text().splitlines() if "vllm-dflash" in line and "is live" in line]
-    assert "Drafter drafts in the V1 runner" in line
+    assert "Drafter drafts in the V1 runner (our proposer), kernels: oneDNN and torch on the CPU" in line
     assert "trained block 8, K = 3" in line
 
 
