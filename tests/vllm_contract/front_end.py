@@ -87,13 +87,14 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
-    "vllm.logger": (Row("init_logger", "plugin.py, proposer.py, speculative_config.py", call="name"),),
+    "vllm.logger": (Row("init_logger", "plugin.py, drafter.py, speculative_config.py", call="name"),),
     "vllm.outputs": (
         Row("RequestOutput.__init__", "demo.py", sets="outputs"),
         Row("CompletionOutput", "demo.py", fields="text token_ids"),
     ),
     "vllm.plugins": (
         Row("DEFAULT_PLUGINS_GROUP", "pyproject.toml", value="vllm.general_plugins"),
+        Row("PLATFORM_PLUGINS_GROUP", "pyproject.toml", value="vllm.platform_plugins"),
         Row(
             "load_general_plugins", "plugin.py", call="", contains="load_plugins_by_group(group=DEFAULT_PLUGINS_GROUP)"
         ),
