@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from test_config import naming, speculators
 from tiny_models import drafter_config, write_tiny_drafter
 
 from vllm_dflash import SUPPORTED_VLLM
-from vllm_dflash.plugin import _rebind, _when_imported, installed_vllm, version_problem
+from vllm_dflash.plugin import _rebind, _when_imported, installed_vllm, is_served_by_us, version_problem
 from vllm_dflash.speculative_config import read_drafter
 
 ALLOW = "DFLASH_ALLOW_UNTESTED_VLLM"
@@ -314,3 +314,22 @@ def test_rebinding_twice_replaces_once(monkeypatch):
     assert Owner().method(1) == 101
     assert Owner().method(3, twice=True) == 106
     assert (rebound.__name__, rebound.__doc__) == ("method", "Docstring of vLLM.")
+
+
+# ---- who serves
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "ours"),
+    [
+        ("DFlashDraftModel", {}, True),
+        ("DFlashDraftModel", {"dflash": {"enabled": False}}, False),
+        ("DFlashLagunaForCausalLM", {}, False),
+        ("DFlashMuseGlimmerAssistantModel", {}, False),
+    ],
+)
+def test_proposer_is_ours_only_for_plain_drafters(architecture, settings, ours):
+    """Variants have no `greedy_tokens`, which our proposer calls."""
+    drafter = SimpleNamespace(architectures=[architecture])
+    config = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=drafter), additional_config=settings)
+    assert is_served_by_us(config) is ours

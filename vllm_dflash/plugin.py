@@ -41,6 +41,7 @@ from vllm_dflash.options import DFlashOptions
 #: Set to 1 to run with a vLLM release that this version was not tested with.
 UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
+_ARCHITECTURE = "DFlashDraftModel"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _MARK = "_vllm_dflash"  # on a rebound function: it is ours already
 
@@ -54,7 +55,7 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
-    ModelRegistry.register_model("DFlashDraftModel", "vllm_dflash.drafter:Drafter")
+    ModelRegistry.register_model(_ARCHITECTURE, "vllm_dflash.drafter:Drafter")
     _rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
     _when_imported(_RUNNER_MODULE, _rebind_runner)
 
@@ -118,6 +119,13 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
     return speculative_config
 
 
+def is_served_by_us(vllm_config: Any) -> bool:
+    """Is the plugin switched on, and the drafter a plain one? Variants such as Laguna's keep vLLM's proposer."""
+    architectures = vllm_config.speculative_config.draft_model_config.architectures
+    is_enabled = DFlashOptions.from_additional_config(vllm_config.additional_config).enabled
+    return is_enabled and _ARCHITECTURE in architectures
+
+
 def _rebind_runner(runner_module: ModuleType) -> None:
     """Everything of the V1 runner; `DFlashProposer` is a global of its module."""
     _rebind_constructor(runner_module.DFlashProposer)
@@ -131,7 +139,7 @@ def _rebind_constructor(native: type) -> None:
         return
 
     def choose_proposer(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is native and DFlashOptions.from_additional_config(vllm_config.additional_config).enabled:
+        if cls is native and is_served_by_us(vllm_config):
             from vllm_dflash.proposer import DraftProposer
 
             cls = DraftProposer

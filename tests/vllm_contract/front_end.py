@@ -16,6 +16,7 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("ModelConfig.get_total_num_hidden_layers", "speculative_config.py", call=""),
         Row("ModelConfig.get_hidden_size", "speculative_config.py", call=""),
         Row("ModelConfig.get_vocab_size", "speculative_config.py", call=""),
+        Row("ModelConfig", "plugin.py", members="architectures"),
     ),
     "vllm.config.parallel": (Row("ParallelConfig", "proposer.py", fields="data_parallel_size"),),
     "vllm.config.speculative": (
