@@ -115,7 +115,7 @@ class DraftProposer(DFlashProposer):
         """Fuse features and write their K/V; on a CPU rows without a slot are not even computed."""
         positions, slots = rows.context_positions, rows.context_slots
         if slots.is_cpu:
-            kept = (slots != PAD_SLOT_ID).nonzero().flatten()
+            kept = torch.from_numpy(np.flatnonzero(slots.numpy() != PAD_SLOT_ID))
             if len(kept) < len(slots):
                 target_hidden_states, positions, slots = (
                     target_hidden_states[kept],
