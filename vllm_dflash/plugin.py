@@ -13,8 +13,8 @@ DFlashProposer.__new__                   our proposer in the V1 runner          
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
-GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM issue 53977 is
-  (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the embedding          fixed
+GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM verifies no
+  (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the rejection sampler  placeholders
 expand_batch_to_tokens                   wrong on CPUs, see cpu_backend.py                    see there
   (v1/sample/rejection_sampler.py)
 
@@ -160,7 +160,8 @@ def _update_states(original: Callable[..., Any], runner: Any, scheduler_output: 
     """In place of `GPUModelRunner._update_states(scheduler_output)`.
 
     Without asynchronous scheduling nothing replaces the -1 drafts with which the scheduler pads a one-token
-    prompt to a uniform length. Any token will do in their place: the target verifies it like a draft.
+    prompt to a uniform length. vLLM clamps them for the embedding, but the rejection sampler gets them as they are
+    and would look up a probability one before the row. Any token will do: the target verifies it like a draft.
     """
     if _is_ours(runner) and not runner.use_async_scheduling:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
