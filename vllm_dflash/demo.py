@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +29,9 @@ QUESTIONS = (
     "Anna reads 15 pages every day. Her book has 225 pages. How many weeks does she need to finish it?",
 )
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+#: Plain speeds that differ between questions by more than this factor mean that the machine is busy.
+STEADY = 1.5
 
 #: Read by vLLM at import. One process holds both engines; float32 makes equal text a matter of arithmetic, not luck.
 ENVIRONMENT = {
@@ -163,16 +167,23 @@ def _table(pairs: list[tuple[Answer, Answer]]) -> Table:
 def _row(pairs: list[tuple[Answer, Answer]]) -> list[str]:
     tokens = sum(len(with_.token_ids) for _, with_ in pairs)
     cycles = sum(with_.num_cycles for _, with_ in pairs)
-    rate_without = sum(len(without.token_ids) for without, _ in pairs) / sum(without.seconds for without, _ in pairs)
-    rate_with = tokens / sum(with_.seconds for _, with_ in pairs)
+    rate_without = statistics.median(len(without.token_ids) / without.seconds for without, _ in pairs)
+    rate_with = statistics.median(len(with_.token_ids) / with_.seconds for _, with_ in pairs)
     return [
         str(tokens),
         str(cycles),
         f"{_tau(pairs):.2f}",
         f"{rate_without:.1f}",
         f"{rate_with:.1f}",
-        f"{rate_with / rate_without:.2f}x",
+        f"{_speed_up(pairs):.2f}x",
     ]
+
+
+def _speed_up(pairs: list[tuple[Answer, Answer]]) -> float:
+    """Median over questions, so that one question during which the machine was busy does not decide."""
+    return statistics.median(
+        (len(with_.token_ids) / with_.seconds) / (len(without.token_ids) / without.seconds) for without, with_ in pairs
+    )
 
 
 def _tau(pairs: list[tuple[Answer, Answer]]) -> float:
@@ -181,15 +192,19 @@ def _tau(pairs: list[tuple[Answer, Answer]]) -> float:
 
 
 def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_drafted: int) -> str:
-    seconds_without = sum(without.seconds for without, _ in pairs)
-    seconds_with = sum(with_.seconds for _, with_ in pairs)
+    rates = [len(without.token_ids) / without.seconds for without, _ in pairs]
     slots = ", ".join(f"{rate:.0%}" for rate in acceptance)
     why = (
         f"Every cycle the drafter guesses {num_drafted} tokens at once from the target's own hidden states; the "
         f"target checks them in one pass and keeps the first right ones (accepted by slot: {slots}), so "
         f"{_tau(pairs):.2f} tokens cost one pass."
     )
-    if seconds_with <= seconds_without:
+    if max(rates) > STEADY * min(rates):
+        return (
+            f"{why}\nAdvice: plain vLLM's own speed varied from {min(rates):.1f} to {max(rates):.1f} tok/s, so "
+            f"something else is using this machine; run the demo again when it is idle."
+        )
+    if _speed_up(pairs) >= 1:
         return (
             f"{why}\nAdvice: this pays here; keep K = {num_drafted}, and train a drafter on your own answers for more."
         )
