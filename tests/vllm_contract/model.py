@@ -41,7 +41,7 @@ MODEL: dict[str, tuple[Row, ...]] = {
     "vllm.model_executor.model_loader.utils": (
         Row("initialize_model", "drafter.py", contains="model_class(vllm_config=vllm_config, prefix=prefix)"),
     ),
-    "vllm.model_executor.models": (Row("ModelRegistry", "plugin.py"),),
+    "vllm.model_executor.models": (Row("ModelRegistry", "plugin.py, speculative_config.py"),),
     "vllm.model_executor.models.qwen3_dflash": (
         Row("_SLIDING_ATTENTION", "config.py", value="sliding_attention"),
         Row(
@@ -110,6 +110,7 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.model_executor.models.registry": (
         Row("_ModelRegistry.register_model", "plugin.py", call="model_arch model_cls"),
+        Row("_ModelRegistry.get_supported_archs", "speculative_config.py", call=""),
         Row(
             "_SPECULATIVE_DECODING_MODELS",
             "plugin.py",
