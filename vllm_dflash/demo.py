@@ -210,8 +210,8 @@ def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_dra
         )
     smaller = max(1, num_drafted // 2)
     return (
-        f"{why}\nAdvice: this machine pays more for checking {num_drafted + 1} tokens than {_tau(pairs):.2f} accepted "
-        f"ones save; try --num-speculative-tokens {smaller}."
+        f"{why}\nAdvice: checking {num_drafted + 1} tokens costs this machine at least what {_tau(pairs):.2f} accepted "
+        f"ones save; try --num-speculative-tokens {smaller}, or a better drafter."
     )
 
 
