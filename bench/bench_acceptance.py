@@ -10,16 +10,11 @@ differs between the two is only whether the server normalises each layer's conte
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_serving import ENVIRONMENT, REPOSITORY, circumstances, question
-
-RESULTS = REPOSITORY / "bench" / "results" / "acceptance.csv"
-SHIPPED = REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"
+from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 
 def main() -> None:
@@ -28,25 +23,19 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="K")
     options = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
 
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         rescaled = write_rescaled(Path(scratch) / "rescaled")
-        for label, drafter in (("shipped", SHIPPED), ("rescaled K-norm", rescaled)):
+        for label, drafter in (("shipped", DRAFTER), ("rescaled K-norm", rescaled)):
             for engine, enabled in (("native", False), ("ours", True)):
                 tau, by_slot = measure(drafter, enabled, options)
                 slots = " ".join(f"{rate:.2f}" for rate in by_slot)
                 print(f"{label:<16} {engine:<7} tau {tau:.2f}   accepted by slot: {slots}", flush=True)
                 result = {"drafter": label, "engine": engine, "tau": f"{tau:.3f}", "by_slot": slots}
                 rows.append(result | setting(options))
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append_csv("acceptance", rows)
 
 
 def write_rescaled(folder: Path, factor: float = 4.0) -> Path:
@@ -54,11 +43,11 @@ def write_rescaled(folder: Path, factor: float = 4.0) -> Path:
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()
-    tensors = load_file(SHIPPED / "model.safetensors")
+    tensors = load_file(DRAFTER / "model.safetensors")
     tensors["layers.1.self_attn.k_norm.weight"] *= factor
     tensors["layers.1.self_attn.q_norm.weight"] /= factor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text((SHIPPED / "config.json").read_text())
+    (folder / "config.json").write_text((DRAFTER / "config.json").read_text())
     return folder
 
 
@@ -98,7 +87,7 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
         "K": options.num_speculative_tokens,
         "prompts": options.prompts,
         "max_tokens": options.max_tokens,
-        "questions": "word problems of bench_serving.py; chat template; greedy; float32",
+        "questions": "word problems of bench/setting.py; chat template; greedy; float32",
         **circumstances(),
     }
 

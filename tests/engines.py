@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ class Engine:
         num_drafted: int | None = None,
         native: bool = False,
         speculative: dict[str, Any] | None = None,
-        tokenizer: bool = False,
         **arguments: Any,
     ) -> None:
         from vllm import LLM
@@ -69,7 +67,7 @@ class Engine:
             "disable_log_stats": False,
             "seed": 0,
             "use_tqdm_on_load": False,
-            "skip_tokenizer_init": not tokenizer,
+            "skip_tokenizer_init": True,
             "additional_config": {"dflash": {"enabled": not native}},
         }
         settings |= arguments
@@ -79,18 +77,16 @@ class Engine:
         settings.setdefault("num_gpu_blocks_override", 1 + settings["max_num_seqs"] * pages_per_request)
         self.llm = LLM(str(target), speculative_config=speculative, **settings)
         core = self.llm.llm_engine.engine_core.engine_core
-        self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self._drafts: dict[str, list[Draft]] = {}
         self._record(core.model_executor)
-        gc.collect()
 
-    def generate(self, prompts: list[list[int]] | list[str], **sampling: Any) -> list[Result]:
+    def generate(self, prompts: list[list[int]], **sampling: Any) -> list[Result]:
         """Answers in order; greedy, exactly `max_tokens` long, unless `sampling` says otherwise."""
         from vllm import SamplingParams
 
         parameters = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
-        inputs = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         self._drafts.clear()
         outputs = self.llm.generate(inputs, SamplingParams(**parameters), use_tqdm=False)
         return [self._result(output) for output in outputs]
@@ -113,7 +109,7 @@ class Engine:
             step += 1
         return [self._result(finished[f"together-{index}"]) for index in range(len(prompts))]
 
-    def token_ids(self, prompts: list[list[int]] | list[str], **sampling: Any) -> list[list[int]]:
+    def token_ids(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
         return [result.token_ids for result in self.generate(prompts, **sampling)]
 
     def _result(self, output: Any) -> Result:

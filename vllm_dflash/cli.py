@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from vllm_dflash import __version__
 
@@ -55,20 +54,6 @@ def _target(options: argparse.Namespace) -> None:
     from vllm_dflash.targets import target_folder
 
     print(target_folder(options.name))
-
-
-def example_drafter() -> Path:
-    """Folder of the drafter that ships with the repository.
-
-    Raises:
-        FileNotFoundError: this is an installation without the repository around it.
-    """
-    folder = Path(__file__).resolve().parent.parent / "examples" / "drafters" / "smollm2-135m-b8"
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"the example drafter is not at {folder}; pass --draft-model, or run from a clone of the repository."
-        )
-    return folder
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ class Answer:
 
 def run_demo(model: str | None, draft_model: str | None, num_speculative_tokens: int, max_tokens: int) -> int:
     """Answer, compare, print; returns 0 if every text is the same with DFlash, else 1."""
-    from vllm_dflash.cli import example_drafter
     from vllm_dflash.targets import target_folder
 
     # vLLM logs to both standard streams; the console keeps the terminal while they go to a file.
@@ -83,6 +82,20 @@ def run_demo(model: str | None, draft_model: str | None, num_speculative_tokens:
     console.print(_advice(pairs, acceptance, num_speculative_tokens), highlight=False)
     console.print(f"vLLM's log: {log}", highlight=False)
     return 0 if all(without.token_ids == with_.token_ids for without, with_ in pairs) else 1
+
+
+def example_drafter() -> Path:
+    """Folder of the drafter that ships with the repository.
+
+    Raises:
+        FileNotFoundError: this is an installation without the repository around it.
+    """
+    folder = Path(__file__).resolve().parent.parent / "examples" / "drafters" / "smollm2-135m-b8"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"the example drafter is not at {folder}; pass --draft-model, or run from a clone of the repository."
+        )
+    return folder
 
 
 def _start(console: Console, label: str, target: str, speculative: dict[str, Any] | None, max_tokens: int) -> Any:

@@ -93,7 +93,7 @@ def _release(text: str) -> tuple[int, int]:
 
 def _create_speculative_config(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
     """In place of `EngineArgs.create_speculative_config(target_model_config, target_parallel_config)`."""
-    from vllm_dflash.speculative_config import correct_draft_config, read_drafter, target_shape
+    from vllm_dflash.speculative_config import correct_draft_config, given_settings, read_drafter, target_shape
 
     if not DFlashOptions.from_additional_config(args.additional_config).enabled:
         return original(args, *positional, **named)
@@ -102,7 +102,7 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
         return original(args, *positional, **named)
     target_model_config = positional[0] if positional else named["target_model_config"]
     config.check_target(target_shape(target_model_config))
-    given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    given = given_settings(args.speculative_config)
     num_speculative_tokens, warning = config.resolve_num_speculative_tokens(
         given.get("num_speculative_tokens", args.spec_tokens)
     )

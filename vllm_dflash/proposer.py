@@ -80,8 +80,9 @@ class DraftProposer(DFlashProposer):
         self.store_context(target_hidden_states, rows)
         hidden = self.run_queries(rows, drafting, common_attn_metadata, num_rejected_tokens_gpu)
         if hidden is None:
-            return self.no_drafts(len(next_token_ids), num_speculative_tokens)
-        tokens = self.sample(hidden[rows.sample_indices], drafting, sampling_metadata)
+            tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        else:
+            tokens = self.sample(hidden[rows.sample_indices], drafting, sampling_metadata)
         return self.by_request(tokens.view(len(drafting), num_speculative_tokens), drafting, len(next_token_ids))
 
     @property
@@ -117,11 +118,7 @@ class DraftProposer(DFlashProposer):
         if slots.is_cpu:
             kept = torch.from_numpy(np.flatnonzero(slots.numpy() != PAD_SLOT_ID))
             if len(kept) < len(slots):
-                target_hidden_states, positions, slots = (
-                    target_hidden_states[kept],
-                    positions[kept],
-                    slots[kept],
-                )
+                target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
         features = self.model.combine_hidden_states(target_hidden_states)
         self.model.precompute_and_store_context_kv(features, positions, slots)
 
@@ -228,8 +225,3 @@ class DraftProposer(DFlashProposer):
         for request, block in zip(drafting, tokens.tolist()):
             drafts[request] = block
         return drafts
-
-    def no_drafts(self, num_reqs: int, num_speculative_tokens: int) -> torch.Tensor | list[list[int]]:
-        if self.runner.use_async_scheduling:
-            return torch.zeros(num_reqs, num_speculative_tokens, dtype=torch.int64, device=self.device)
-        return [[] for _ in range(num_reqs)]

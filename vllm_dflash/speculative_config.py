@@ -26,7 +26,7 @@ def read_drafter(
     Raises:
         ValueError: the method is dflash, but the drafter cannot be read.
     """
-    given = {key.replace("-", "_"): value for key, value in (speculative or {}).items()}
+    given = given_settings(speculative)
     method, model = given.get("method", spec_method), given.get("model", spec_model)
     if model is None or method not in (None, "dflash"):
         return None
@@ -50,6 +50,11 @@ def read_drafter(
     if Path(model).is_dir():
         check_checkpoint(Path(model), config)
     return config
+
+
+def given_settings(speculative: dict[str, Any] | None) -> dict[str, Any]:
+    """The user's `speculative_config` with keys as vLLM names them; "-" may stand for "_"."""
+    return {key.replace("-", "_"): value for key, value in (speculative or {}).items()}
 
 
 def target_shape(target_model_config: Any) -> TargetShape:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -130,8 +129,3 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     # pip and GGUF leave private file modes behind; a served folder may be read by another user.
     for file in folder.iterdir():
         file.chmod(0o644)
-
-
-def remove_target(name: str) -> None:
-    """Delete a prepared target from the cache."""
-    shutil.rmtree(cache_folder() / "targets" / name, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""What all bench scripts share: the questions, the environment, the circumstances beside each number, the CSV files."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_dflash.demo import ENVIRONMENT
+from vllm_dflash.plugin import installed_vllm
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DRAFTER = REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"
+QUESTION = (
+    "{name} buys {count} boxes with {each} pencils each and gives away {given}. How many pencils does {name} have now?"
+    "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+)
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal")
+
+
+def set_environment() -> None:
+    """Several quiet engines in this process, as in the demo; call it before vLLM is imported."""
+    for name, value in (ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
+        os.environ.setdefault(name, value)
+
+
+def question(round_number: int, index: int) -> str:
+    number = 3 + round_number * 11 + index * 2
+    return QUESTION.format(name=NAMES[index % len(NAMES)], count=number % 9 + 2, each=number, given=number // 2)
+
+
+def circumstances() -> dict[str, str]:
+    """Machine, versions, commit and date."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    models = [line.split(":")[1].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")]
+    return {
+        "machine": f"{len(models)}x {models[0]}" if models else platform.processor(),
+        "vllm": installed_vllm(),
+        "torch": version("torch"),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def append_csv(name: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows to bench/results/`name`.csv, with a header where the file is new."""
+    file = REPOSITORY / "bench" / "results" / f"{name}.csv"
+    is_new = not file.exists()
+    with file.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
