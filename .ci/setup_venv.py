@@ -68,10 +68,10 @@ def main() -> None:
     if extra == "cpu" and sys.platform == "linux":
         install_cpu_torch()
     require(
-        f"Installing vllm-dflash[{extra},demo,dev] and some 170 packages, which takes a few minutes",
+        f"Installing vllm-dflash[{extra},demo,train,dev] and some 190 packages, which takes a few minutes",
         *PIP_INSTALL,
         "--editable",
-        f".[{extra},demo,dev]",
+        f".[{extra},demo,train,dev]",
     )
     if extra == "cpu":
         remove_unloadable_companions()
