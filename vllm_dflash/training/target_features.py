@@ -1,0 +1,129 @@
+"""What the frozen target gives a drafter to learn from: raw hidden states of some layers, and its likeliest tokens.
+
+    features[t]     = [h_l1(t); ...; h_lF(t)]      residual stream after each feature layer, no norm, F * hidden wide
+    top_ids[t]      = the k likeliest tokens to follow token t, of the vocabulary that the drafter can draft
+    top_logprobs[t] = their log-probabilities, normalised over that vocabulary
+
+Sequences are padded on the right and no attention mask is needed: in a causal model padding cannot be seen.
+Features are kept in bf16. fp16 would not do: the first token's state is a thousand times the others' (SmolLM2: RMS
+1040 against 6 to 27), and fp16 spends its precision where it is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_dflash.config import TargetShape
+
+
+@dataclass(frozen=True)
+class SequenceFeatures:
+    """One sequence of T tokens as the target sees it."""
+
+    features: Tensor  # [T, F * hidden] bf16
+    top_ids: Tensor | None  # [T, k] int32, target token ids
+    top_logprobs: Tensor | None  # [T, k] bf16
+
+
+class TargetFeatures:
+    """A frozen Hugging Face causal language model, run up to the last layer that is needed.
+
+    Args:
+        model: the causal language model, on its device.
+        layer_ids: feature layers as z-lab counts (0 = output of the first layer), increasing.
+        top_k: how many of the target's likeliest tokens to keep for soft labels; 0 stops after the last feature
+            layer and keeps none.
+        vocabulary: target ids the drafter can draft, [V'] int64; None for all.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], top_k: int = 0, vocabulary: Tensor | None = None) -> None:
+        self.model, self.layer_ids, self.top_k = model.eval().requires_grad_(False), tuple(layer_ids), top_k
+        self._decoder = decoder = model.get_decoder()
+        self._captured: dict[int, Tensor] = {}
+        for layer_id in self.layer_ids:
+            decoder.layers[layer_id].register_forward_hook(self._capture(layer_id))
+        head = model.get_output_embeddings().weight
+        self._vocabulary = None if vocabulary is None else vocabulary.to(head.device)
+        self._head = head if self._vocabulary is None else head[self._vocabulary].clone()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        return self._head.device
+
+    @torch.inference_mode()
+    def extract(self, sequences: Sequence[Sequence[int]]) -> list[SequenceFeatures]:
+        """Features of each sequence of token ids; one target pass for all."""
+        longest = max(len(ids) for ids in sequences)
+        batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        for row, ids in enumerate(sequences):
+            batch[row, : len(ids)] = torch.tensor(ids)
+        final = None
+        with contextlib.suppress(_EnoughError):
+            final = self._decoder(input_ids=batch.to(self.device), use_cache=False).last_hidden_state
+        features = torch.cat([self._captured[i] for i in self.layer_ids], dim=-1).bfloat16()
+        self._captured.clear()
+        finals = [None] * len(sequences) if final is None else final
+        return [self._of_row(features[row], finals[row], len(ids)) for row, ids in enumerate(sequences)]
+
+    def _of_row(self, features: Tensor, final: Tensor | None, length: int) -> SequenceFeatures:
+        ids = logprobs = None
+        if final is not None:
+            values, ids = (final[:length] @ self._head.T).float().log_softmax(-1).topk(self.top_k)
+            if self._vocabulary is not None:
+                ids = self._vocabulary[ids]
+            ids, logprobs = ids.int(), values.bfloat16()
+        return SequenceFeatures(features[:length].clone(), ids, logprobs)
+
+    def _capture(self, layer_id: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+            if layer_id == self.layer_ids[-1] and not self.top_k:
+                raise _EnoughError
+
+        return hook
+
+
+class _EnoughError(Exception):
+    """Ends a target pass behind the last feature layer, where nothing after it is asked for."""
+
+
+def load_target(name: str, device: torch.device) -> Any:
+    """The target as a Hugging Face model: float32 on a CPU (faster there than bf16), bf16 elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+
+
+def target_shape(name: str, hf_config: Any) -> TargetShape:
+    """Layers, hidden size and vocabulary of a target's Hugging Face config (the text part of a multimodal one)."""
+    text = hf_config.get_text_config()
+    return TargetShape(name, text.num_hidden_layers, text.hidden_size, text.vocab_size)
+
+
+def default_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Feature layers by the paper's rule: spread evenly from the second to the third-from-last layer.
+
+    Python's round() goes to the even neighbour at .5, as in z-lab's build_target_layer_ids: 30 layers and 5 features
+    give 1, 8, 14, 20, 27. A shallow target gives fewer layers, because each may be read once.
+
+    Raises:
+        ValueError: the target is too shallow for any.
+    """
+    first, last = 1, num_target_layers - 3
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    if last < first:
+        raise ValueError(
+            f"the paper's rule for feature layers needs a target of at least 4 layers, but it has {num_target_layers}; "
+            f"name them with --target-layer-ids (0 to {num_target_layers - 2})."
+        )
+    step = (last - first) / (num_features - 1)
+    return tuple(sorted({round(first + i * step) for i in range(num_features)}))
