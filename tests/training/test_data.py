@@ -100,12 +100,13 @@ def test_end_of_sequence_behind_the_whole_conversation_is_not_supervised() -> No
 
 
 def test_template_without_end_of_turn_does_not_supervise_the_next_turn() -> None:
+    """The special token that follows the next role is no end of turn."""
     template = (
-        "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant {% endif %}"
+        "{% for m in messages %}{{ m.role + ' <|im_start|> ' + m.content + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant <|im_start|> {% endif %}"
     )
     found = example({"messages": [HI, HELLO, BYE, GOOD_DAY]}, tiny_tokenizer(template))
-    assert found.input_ids == [4, 7, 5, 8, 4, 9, 5, 10, 11]
+    assert found.input_ids == [4, 0, 7, 5, 0, 8, 4, 0, 9, 5, 0, 10, 11]
     assert supervised(found) == [8, 10, 11]
 
 
@@ -234,6 +235,8 @@ def test_data_hash_depends_on_tokens_masks_and_borders_only() -> None:
         digest(([7, 10], [False, True]), ([9], [True])),
     ]
     assert len({base, *others}) == 5
+    # 2049 = 1 + 8 * 256: the same bytes, if lengths were not among them.
+    assert digest(([7], [True]), ([8], [True])) != digest(([7, 2049], [False, True]))
 
 
 def test_read_rows_of_all_kinds_of_files(tmp_path: Path) -> None:
