@@ -119,3 +119,13 @@ WORD_PROBLEMS = [
         ("bike", 12, 3, 6),
     ]
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request) -> Iterator[None]:
+    """Training tests run on one thread: on their tensors, two would mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    if request.path.parent.name == "training":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -1,6 +1,6 @@
 """Packed rows drawn with characters: one string per document, `x` for a token that the target wrote, `.` for any other.
 
-    drawn_row("..xxx", ".xx")    two documents; anchors are possible at rows 2, 3 and 6
+drawn_row("..xxx", ".xx")    two documents; anchors are possible at rows 2, 3 and 6
 """
 
 from __future__ import annotations

@@ -26,7 +26,16 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parser(given).parse_args(given)
         return int(options.run(options) or 0)
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        extra = "cpu] or vllm-dflash[cuda" if package == "vllm" else "train"
+        print(
+            f"vllm-dflash: '{_command(given)}' needs {package}, which is not installed; it comes with "
+            f"vllm-dflash[{extra}].",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"vllm-dflash: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -55,20 +64,20 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     target.add_argument("name", nargs="?", default="smollm2", help="which target (default smollm2)")
     target.set_defaults(run=_target)
     for name, module, purpose in _TRAINING:
-        _add_training_command(commands, name, module, purpose, with_flags=name in arguments)
+        _add_training_command(commands, name, module, purpose, with_flags=name == _command(arguments))
     return parser
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    """The command among the arguments; no flag before it takes a value."""
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
 def _add_training_command(commands: Any, name: str, module: str, purpose: str, with_flags: bool) -> None:
     """Add a command; its flags, which import torch, only where it is the one that was called."""
     parser = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
     if with_flags:
-        try:
-            command = importlib.import_module(f"vllm_dflash.training.{module}")
-        except ImportError as error:
-            raise RuntimeError(
-                f"'{name}' needs {error.name}; install it with pip install 'vllm-dflash[train]'."
-            ) from error
+        command = importlib.import_module(f"vllm_dflash.training.{module}")
         command.add_arguments(parser)
         parser.set_defaults(run=command.run)
 

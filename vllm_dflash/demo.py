@@ -90,7 +90,7 @@ def example_drafter() -> Path:
     Raises:
         FileNotFoundError: this is an installation without the repository around it.
     """
-    folder = Path(__file__).resolve().parent.parent / "examples" / "drafters" / "smollm2-135m-b8"
+    folder = Path(__file__).resolve().parent.parent / "examples" / "drafters" / "smollm2-135m-instruct-dflash"
     if not folder.is_dir():
         raise FileNotFoundError(
             f"the example drafter is not at {folder}; pass --draft-model, or run from a clone of the repository."

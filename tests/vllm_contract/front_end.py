@@ -7,8 +7,8 @@ from vllm_contract.row import Row
 FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm": (
         Row("__version__", "plugin.py"),
-        Row("LLM", "demo.py"),
-        Row("SamplingParams", "demo.py"),
+        Row("LLM", "demo.py, training/generators.py, training/served.py"),
+        Row("SamplingParams", "demo.py, training/generators.py, training/served.py"),
     ),
     "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py"),),
     "vllm.config.model": (
@@ -74,9 +74,11 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "vllm.entrypoints.llm": (
-        Row("LLM.__init__", "demo.py", call="model"),
+        Row("LLM.__init__", "demo.py, training/generators.py, training/served.py", call="model"),
+        Row("LLM.__init__", "training/generators.py", sets="llm_engine"),
         Row("LLM.chat", "demo.py", call="messages sampling_params * use_tqdm"),
-        Row("LLM.get_metrics", "demo.py", call=""),
+        Row("LLM.generate", "training/served.py", call="prompts sampling_params * use_tqdm"),
+        Row("LLM.get_metrics", "demo.py, training/served.py", call=""),
     ),
     "vllm.envs": (
         Row(
@@ -91,7 +93,9 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm.logger": (Row("init_logger", "plugin.py, drafter.py, speculative_config.py", call="name"),),
     "vllm.outputs": (
         Row("RequestOutput.__init__", "demo.py", sets="outputs"),
+        Row("RequestOutput.__init__", "training/generators.py", sets="finished request_id"),
         Row("CompletionOutput", "demo.py", fields="text token_ids"),
+        Row("CompletionOutput", "training/generators.py, training/served.py", fields="finish_reason text token_ids"),
     ),
     "vllm.plugins": (
         Row("DEFAULT_PLUGINS_GROUP", "pyproject.toml", value="vllm.general_plugins"),
@@ -100,7 +104,11 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             "load_general_plugins", "plugin.py", call="", contains="load_plugins_by_group(group=DEFAULT_PLUGINS_GROUP)"
         ),
     ),
-    "vllm.sampling_params": (Row("SamplingParams", "demo.py", members="max_tokens temperature"),),
+    "vllm.sampling_params": (
+        Row("SamplingParams", "demo.py", members="max_tokens temperature"),
+        Row("SamplingParams", "training/generators.py", members="detokenize max_tokens output_kind seed temperature"),
+        Row("RequestOutputKind", "training/generators.py", members="FINAL_ONLY"),
+    ),
     "vllm.transformers_utils.configs.speculators.algos": (
         Row(
             "update_dflash",
@@ -110,6 +118,10 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.transformers_utils.repo_utils": (
         Row("get_hf_file_to_dict", "speculative_config.py", call="file_name model revision"),
+    ),
+    "vllm.v1.engine.llm_engine": (
+        Row("LLMEngine.add_request", "training/generators.py", call="request_id prompt params"),
+        Row("LLMEngine.step", "training/generators.py", call=""),
     ),
     "vllm.v1.metrics.reader": (
         Row("Metric", "demo.py", fields="name"),

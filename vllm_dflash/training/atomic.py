@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a temporary file beside `path`, then rename it; on failure `path` stays as it was.
@@ -19,7 +21,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         temporary.unlink(missing_ok=True)
         raise RuntimeError(f"'{path}' could not be written ({error}); what was there before is untouched.") from error
     except BaseException:

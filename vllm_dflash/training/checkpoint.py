@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,14 +42,14 @@ class Checkpoint:
 
     config: DFlashConfig
     tensors: dict[str, Tensor]  # the drafter's, by the checkpoint's names
-    optimizers: list[dict[str, Any]]
+    optimizers: dict[str, Any]  # state of all optimisers, by the names of the drafter's tensors
     state: TrainState
     settings_yaml: str
     record: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `folder/step-N`, link it as `last`, and remove all but the latest `keep` and the best.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, is_best: bool) -> Path:
+    """Write `folder/step-N`, link it as `last` and perhaps `best`, and remove all but the latest `keep` and the best.
 
     Raises:
         RuntimeError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -69,13 +70,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
                 os.fsync(written.fileno())
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise RuntimeError(
             f"checkpoint '{final}' could not be written ({error}); earlier ones are untouched."
         ) from error
-    link(folder, "last", final.name)
-    _remove_old(folder, keep)
+    for name in ("last", "best") if is_best else ("last",):
+        link(folder, name, final.name)
+    _remove_old(folder, final, keep)
     return final
 
 
@@ -87,7 +89,7 @@ def link(folder: Path, name: str, to: str) -> None:
     temporary.replace(folder / name)
 
 
-def load_last(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]], TrainState] | None:
+def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], TrainState] | None:
     """Drafter, optimisers and state of the newest checkpoint that can be read; None where there is none."""
     for path in reversed(checkpoints(folder)):
         try:
@@ -104,8 +106,10 @@ def checkpoints(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob("step-[0-9]*"))
 
 
-def _remove_old(folder: Path, keep: int) -> None:
+def _remove_old(folder: Path, newest: Path, keep: int) -> None:
+    """Later ones than `newest` could not be read when the run went on from an earlier one; they are written anew."""
     best = (folder / "best").resolve()
-    for path in checkpoints(folder)[:-keep]:
+    earlier = [path for path in checkpoints(folder) if path <= newest]
+    for path in earlier[:-keep]:
         if path.resolve() != best:
             shutil.rmtree(path)

@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
 def walk_answers(
     drafter_name: str, target_name: str, examples: Sequence[Example], num_drafted: int | None = None
 ) -> Acceptance:
-    """Acceptance of a drafter on greedy answers of its target, by the walk.
+    """Acceptance of a drafter on greedy answers of its target, by the walk; an ablation drafts as it was trained.
 
     Raises:
-        ValueError: drafter and target do not fit, or num_drafted is beyond the trained block.
+        ValueError: drafter and target do not fit, or num_drafted is less than 1.
     """
     import torch
 
@@ -82,13 +82,28 @@ def walk_answers(
         print(warning)
     target = load_target(target_name, device)
     config.check_target(target_shape(target_name, target.config))
-    drafter = Drafter(config, has_lm_head="lm_head.weight" in tensors)
+    drafter = Drafter(config, _variant(drafter_name), has_lm_head="lm_head.weight" in tensors)
     load_tensors(drafter, tensors)
     vocabulary = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     tables = tables_of(target, vocabulary)
     features = OnlineFeatures(TargetFeatures(target, config.target_layer_ids))
     drafter.to(device).eval()
     return measure(drafter, tables, examples, features, default_backend(device), device, num_drafted)
+
+
+def _variant(drafter: str) -> Any:
+    """The ablation that a training checkpoint records; what vLLM serves, for every other drafter."""
+    from vllm_dflash.training.model import Variant
+    from vllm_dflash.training.pretrained import drafter_folder, read_json
+
+    file = drafter_folder(drafter) / "run.json"
+    settings = (read_json(file).get("settings") or {}) if file.is_file() else {}
+    recorded = {
+        "injection": settings.get("injection"),
+        "uses_features": settings.get("target_features"),
+        "drafting": settings.get("drafting"),
+    }
+    return Variant(**{name: value for name, value in recorded.items() if value is not None})
 
 
 def _by_walk(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -105,8 +120,10 @@ def _by_walk(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _walked(task: str, documents: list[DocumentAcceptance], looping: set[int]) -> dict[str, Any]:
+    """A task's measurement; `without_loops` is None where every answer ends in one."""
     without = [d for d in documents if id(d) not in looping]
-    return _of_documents(task, Acceptance(documents)) | {"without_loops": _of_documents(task, Acceptance(without))}
+    remaining = _of_documents(task, Acceptance(without)) if without else None
+    return _of_documents(task, Acceptance(documents)) | {"without_loops": remaining}
 
 
 def _of_documents(task: str, acceptance: Acceptance) -> dict[str, Any]:
@@ -117,6 +134,10 @@ def _of_documents(task: str, acceptance: Acceptance) -> dict[str, Any]:
 def _by_serving(options: argparse.Namespace) -> list[dict[str, Any]]:
     from vllm_dflash.training.served import serve, write_answers
 
+    if not _variant(options.drafter).is_servable:
+        raise ValueError(
+            f"drafter '{options.drafter}' was trained as an ablation, which vLLM does not serve; use --engine walk."
+        )
     served = serve(
         options.target,
         options.drafter,
@@ -155,6 +176,8 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
             turns = given or [{"role": "user", "content": row["prompt"]}]
             while turns and turns[-1]["role"] == "assistant":
                 turns.pop()
+            if not turns:
+                raise ValueError(f"{where}: the conversation asks nothing; it needs a message before the first answer.")
             ids = row.get("prompt_ids") or prompt_ids(turns, where, tokenizer)
             task = str(row.get("source", file_stem(where)))
             prompts.append(Prompt(str(row.get("id", where)), task, turns[-1]["content"], ids))
@@ -187,7 +210,7 @@ def _result(options: argparse.Namespace, tasks: list[dict[str, Any]]) -> dict[st
         "confidence": CONFIDENCE,
         "drafter": options.drafter,
         "target": options.target,
-        "num_speculative_tokens": options.num_speculative_tokens or max(len(t["by_position"]) for t in tasks),
+        "num_speculative_tokens": max(len(t["by_position"]) for t in tasks),
         "decoding": "greedy",
         "engine": options.engine,
         "machine": machine(),

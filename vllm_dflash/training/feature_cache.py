@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ _RESERVE = 512 * 2**20
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """What cached features are of; two caches are interchangeable where this is equal."""
+    """What features are of."""
 
     target: str
     target_layer_ids: tuple[int, ...]
@@ -46,6 +46,12 @@ class FeatureSource:
     def bytes_per_token(self) -> int:
         """Size on disk: bf16 features, and 6 bytes per soft label."""
         return 2 * self.feature_size + 6 * self.top_k
+
+    def provides(self, wanted: FeatureSource) -> bool:
+        """Are features of this kind all that is wanted? More soft labels than wanted, or unwanted ones, do no harm."""
+        if not wanted.top_k:
+            return replace(self, top_k=0, vocabulary_hash="") == replace(wanted, vocabulary_hash="")
+        return self.top_k >= wanted.top_k and replace(self, top_k=wanted.top_k) == wanted
 
 
 class _Place(NamedTuple):
@@ -75,16 +81,10 @@ class FeatureCache:
         index = _read_index(folder)
         if index is None:
             raise ValueError(f"'{folder}' holds no features: it has no index.json. Extract them first.")
-        if expected is not None:
-            _check_same(folder, index.source, expected)
-        self.source, self._places = index.source, index.places
-        for shard, size in enumerate(index.shard_bytes):
-            path = shard_path(folder, shard)
-            found = path.stat().st_size if path.is_file() else 0
-            if found != size:
-                raise ValueError(
-                    f"shard '{path}' has {found} bytes, but the index says {size}; delete the folder and extract again."
-                )
+        self.source, self._places = expected or index.source, index.places
+        if not index.source.provides(self.source):
+            raise _other_features(folder, index.source, self.source)
+        _check_shards(folder, index)
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -109,10 +109,13 @@ class FeatureCache:
                 self._open[place.shard] = safe_open(path, framework="pt")
             shard = self._open[place.shard]
             names = ["features"] + ["top_ids", "top_logprobs"] * bool(self.source.top_k)
-            tensors = {name: shard.get_slice(name)[rows] for name in names}
+            tensors = {name: shard.get_slice(name)[rows, : self._width(name)] for name in names}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"shard '{path}' is corrupt ({error}); delete the folder and extract again.") from error
         return SequenceFeatures(tensors["features"], tensors.get("top_ids"), tensors.get("top_logprobs"))
+
+    def _width(self, name: str) -> int:
+        return self.source.feature_size if name == "features" else self.source.top_k
 
 
 def extract(
@@ -135,8 +138,12 @@ def extract(
     """
     folder.mkdir(parents=True, exist_ok=True)
     index = _read_index(folder) or _Index(source)
-    _check_same(folder, index.source, source)
     todo = list({_key(e): e for e in examples if _key(e) not in index.places}.values())
+    if not todo:
+        return FeatureCache(folder, source)
+    if index.source != source:
+        raise _other_features(folder, index.source, source)
+    _check_shards(folder, index)
     _check_space(folder, source, todo)
     with tqdm(total=sum(len(e.input_ids) for e in todo), unit="tok", unit_scale=True, desc="features") as progress:
         for start in range(0, len(todo), examples_per_shard):
@@ -184,17 +191,26 @@ def _read_index(folder: Path) -> _Index | None:
         raw["source"]["target_layer_ids"] = tuple(raw["source"]["target_layer_ids"])
         places = {key: _Place(*values) for key, values in raw["places"].items()}
         return _Index(FeatureSource(**raw["source"]), raw["shard_bytes"], places)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"'{path}' is not an index of features ({error}); delete '{folder}' and extract again."
         ) from error
 
 
-def _check_same(folder: Path, found: FeatureSource, expected: FeatureSource) -> None:
-    differing = [name for name, value in asdict(expected).items() if asdict(found)[name] != value]
-    if differing:
-        details = "; ".join(f"{n} {asdict(found)[n]} there, {asdict(expected)[n]} here" for n in differing)
-        raise ValueError(f"'{folder}' holds features of something else: {details}. Give another folder, or delete it.")
+def _other_features(folder: Path, found: FeatureSource, wanted: FeatureSource) -> ValueError:
+    pairs = {name: (asdict(found)[name], value) for name, value in asdict(wanted).items()}
+    details = "; ".join(f"{name} {there} there, {here} here" for name, (there, here) in pairs.items() if there != here)
+    return ValueError(f"'{folder}' holds features of something else: {details}. Give another folder, or delete it.")
+
+
+def _check_shards(folder: Path, index: _Index) -> None:
+    for shard, size in enumerate(index.shard_bytes):
+        path = shard_path(folder, shard)
+        found = path.stat().st_size if path.is_file() else 0
+        if found != size:
+            raise ValueError(
+                f"shard '{path}' has {found} bytes, but the index says {size}; delete the folder and extract again."
+            )
 
 
 def _check_space(folder: Path, source: FeatureSource, todo: Sequence[Example]) -> None:

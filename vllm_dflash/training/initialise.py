@@ -30,6 +30,11 @@ def drafter_config(settings: TrainSettings, target_config: Any, mask_token_id: i
     """
     text = target_config.get_text_config()
     shape = target_shape(settings.target, target_config)
+    if settings.initialisation == "target" and settings.num_layers > shape.num_layers:
+        raise ValueError(
+            f"{settings.num_layers} draft layers cannot be started from a target of {shape.num_layers}; use fewer, or "
+            f"--initialisation random."
+        )
     layer_ids = settings.target_layer_ids or default_layer_ids(shape.num_layers, settings.num_features)
     num_heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
@@ -96,11 +101,6 @@ def new_drafter(settings: TrainSettings, config: DFlashConfig, target: Any, head
 
 @torch.no_grad()
 def _take_over_layers(drafter: Drafter, decoder: Any, first_taken: int) -> None:
-    if first_taken < 0:
-        raise ValueError(
-            f"{drafter.config.num_layers} draft layers cannot be started from a target of {len(decoder.layers)}; "
-            f"use fewer, or --initialisation random."
-        )
     for mine, its in zip(drafter.layers, decoder.layers[first_taken:]):
         weights = {name: w.float() for name, w in its.state_dict().items()}
         taken = {name: weights[name] for name, own in mine.state_dict().items() if name in weights}

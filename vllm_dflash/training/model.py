@@ -78,7 +78,7 @@ class Drafter(nn.Module):
             is_last = layer is self.layers[-1]
             # Behind the last layer the anchor's slot predicts nothing, so only its keys and values are needed there.
             first_query = 1 if is_last and is_block_drafting else 0
-            # Context rows that run through the layers are normed like any token's; injected ones are normed once, above.
+            # Context rows that run through the layers are normed like any token's; injected ones only once, above.
             normed = layer.input_layernorm(context) if self.variant.injection == "input" else context
             context_kv = layer.context_kv(normed, context_rotation)
             block = layer(block, context_kv, block_rotation, blocks, first_query, backend)

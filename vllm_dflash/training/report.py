@@ -27,7 +27,8 @@ def plot_metrics(folder: Path) -> Path | None:
     for slot, points in _by_slot(rows, "eval/position").items():
         right.plot(*zip(*points), label=f"slot {slot}")
     right.set(title="share of cycles that accept the slot", xlabel="step")
-    right.legend(fontsize="small")
+    if right.lines:
+        right.legend(fontsize="small")
     figure.tight_layout()
     path = folder / "metrics.png"
     figure.savefig(path, dpi=100)

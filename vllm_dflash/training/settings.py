@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 #: gamma of the loss decay by block size, as the paper gives it; other sizes: half the block.
 PAPER_LOSS_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
+
+#: Least values of counts; 0 where it stands for something of its own.
+_LEAST = {
+    "eval_examples": 0,
+    "max_length": 2,
+    "max_examples": 0,
+    "num_layers": 1,
+    "num_features": 1,
+    "draft_vocab_size": 0,
+    "sliding_window": 0,
+    "max_anchors": 1,
+    "loss_decay": 0,
+    "soft_labels": 0,
+    "loss_negatives": 0,
+    "weight_decay": 0,
+    "max_steps": 0,
+    "max_minutes": 0,
+    "batch_size": 1,
+    "accumulation_steps": 1,
+    "eval_steps": 1,
+    "checkpoint_steps": 1,
+    "keep_checkpoints": 1,
+    "log_steps": 1,
+}
 
 
 def _setting(default: Any, help_text: str, *aliases: str) -> Any:
@@ -103,10 +127,14 @@ class TrainSettings:
         """Check what can be checked without loading anything."""
         self._require(self.target != "", "target", "name the target model with --target")
         self._require(self.output != "", "output", "name a folder with --output")
+        for name, least in _LEAST.items():
+            self._require(getattr(self, name) >= least, name, f"it must be at least {least}")
+        for name in ("lr", "epochs", "max_grad_norm"):
+            self._require(getattr(self, name) > 0, name, "it must be above 0")
         self._require(self.draft_block_size >= 2, "draft_block_size", "a block is an anchor and at least one mask")
         self._require(0 <= self.soft_share <= 1, "soft_share", "it is a share, 0 to 1")
         self._require(0 <= self.dpace_alpha <= 1, "dpace_alpha", "it is a share, 0 to 1")
-        self._require(self.batch_size >= 1, "batch_size", "at least one example is needed per row")
+        self._require(0 <= self.warmup_ratio <= 1, "warmup_ratio", "it is a share, 0 to 1")
         self._require(
             not self.truncate_blocks or self.in_block_attention == "causal",
             "truncate_blocks",
@@ -154,11 +182,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     import yaml
 
-    raw = yaml.safe_load(path.read_text()) or {}
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"'{path}' is not YAML ({error}); write one 'name: value' per line.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"'{path}' holds a {type(raw).__name__}; write one 'name: value' per line.")
     hints = get_type_hints(TrainSettings)
     values = {}
     for key, value in raw.items():
-        name = key.replace("-", "_")
+        name = str(key).replace("-", "_")
         if name not in hints:
             raise ValueError(f"'{path}' has no setting {key!r}; known settings: {', '.join(hints)}.")
         values[name] = _checked(path, name, value, hints[name])
@@ -180,13 +213,16 @@ def with_changes(settings: TrainSettings, **changes: Any) -> TrainSettings:
 
 def _checked(path: Path, name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
-        return tuple(value if isinstance(value, Sequence) and not isinstance(value, str) else [value])
+        items = value if isinstance(value, list) else [value]
+        return tuple(_checked(path, name, item, get_args(hint)[0]) for item in items)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(f"'{path}' sets {name} to {value!r}; it can be {', '.join(map(repr, get_args(hint)))}.")
         return value
-    expected = (int, float) if hint is float else hint
-    if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
+    if hint is float and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, TypeError):
+            return float(value)  # YAML takes 6e-4 for a string, because it has no point
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"'{path}' sets {name} to {value!r}; it must be of type {hint.__name__}.")
     return value
 

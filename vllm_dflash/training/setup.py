@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from vllm_dflash.config import DFlashConfig
 from vllm_dflash.training.chat import load_tokenizer
+from vllm_dflash.training.checkpoint import checkpoints
 from vllm_dflash.training.data import Example, load_examples
+from vllm_dflash.training.dialects import to_z_lab
 from vllm_dflash.training.examples import FeatureReader, OnlineFeatures, hold_out
 from vllm_dflash.training.feature_cache import FeatureCache, FeatureSource, extract
 from vllm_dflash.training.initialise import drafter_config, feature_rms, find_mask_token, new_drafter
@@ -22,9 +25,15 @@ from vllm_dflash.training.pretrained import import_drafter
 from vllm_dflash.training.run_record import run_record
 from vllm_dflash.training.settings import TrainSettings
 from vllm_dflash.training.step import TargetTables, tables_of
-from vllm_dflash.training.target_features import TargetFeatures, load_target, target_shape
+from vllm_dflash.training.target_features import TargetFeatures, load_target, load_target_config, target_shape
 from vllm_dflash.training.trainer import Run, load_tensors
 from vllm_dflash.training.vocabulary import coverage, from_d2t, most_frequent_tokens
+
+#: A drafter to go on from: its config and tensors.
+Pretrained = tuple[DFlashConfig, dict[str, Tensor]]
+
+#: Relative error of weights that were stored in bf16, which has 8 bits of mantissa.
+_BF16_ROUNDING = 2**-8
 
 #: Rows that the scale of feature layers is measured on.
 _ROWS_FOR_RMS = 4096
@@ -36,17 +45,17 @@ def prepare_run(settings: TrainSettings, device: torch.device) -> Run:
     Raises:
         ValueError: data, target, drafter or settings do not fit each other.
     """
+    _check_output(settings)
     tokenizer = load_tokenizer(settings.target)
-    examples = load_examples(settings.data, tokenizer, settings.max_length, settings.max_examples or None)
-    if settings.eval_data:
-        held_out = load_examples(settings.eval_data, tokenizer, settings.max_length, settings.eval_examples)
-    else:
-        examples, held_out = hold_out(examples, settings.eval_examples)
     pretrained = import_drafter(settings.from_pretrained) if settings.from_pretrained else None
+    config = _config(settings, load_target_config(settings.target), pretrained)
+    examples, held_out = _examples(settings, tokenizer)
     target = load_target(settings.target, device)
-    embedding = target.get_input_embeddings().weight
-    config, vocabulary = _config_and_vocabulary(settings, target, tokenizer, embedding, examples, pretrained)
+    if pretrained is None and settings.mask_token_id < 0:
+        config = replace(config, mask_token_id=find_mask_token(tokenizer, target.get_input_embeddings().weight))
+    vocabulary = _vocabulary(config, tokenizer, examples, pretrained)
     tables = tables_of(target, vocabulary)
+    _check_head(settings, tables, pretrained)
     features = _features(settings, target, config, vocabulary, [*examples, *held_out])
     rms = _measure_rms(features, examples, len(config.target_layer_ids))
     # The cache needs no target in memory, but a drafter may be started from the layers that extraction leaves out.
@@ -54,32 +63,84 @@ def prepare_run(settings: TrainSettings, device: torch.device) -> Run:
     return Run(settings, config, drafter, tables, features, examples, held_out, run_record(settings, examples))
 
 
-def _config_and_vocabulary(
-    settings: TrainSettings,
-    target: Any,
-    tokenizer: Any,
-    embedding: Tensor,
-    examples: Sequence[Example],
-    pretrained: tuple[DFlashConfig, dict[str, Tensor]] | None,
-) -> tuple[DFlashConfig, Tensor | None]:
+def _check_output(settings: TrainSettings) -> None:
+    folder = Path(settings.output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output '{folder}' is a file; give a folder.")
+    if not settings.resume and checkpoints(folder):
+        raise ValueError(
+            f"--output '{folder}' holds checkpoints of an earlier run, which --no-resume would mix with new ones; give "
+            f"another folder, or delete it."
+        )
+
+
+def _examples(settings: TrainSettings, tokenizer: Any) -> tuple[list[Example], list[Example]]:
+    """(training, held out)."""
+    if not settings.data:
+        raise ValueError("no data is given; name files, folders or Hub data sets of the target's answers with --data.")
+    examples = load_examples(settings.data, tokenizer, settings.max_length, settings.max_examples or None)
+    drafted = [e for e in examples if any(a and b for a, b in itertools.pairwise(e.loss_mask))]
+    if not drafted:
+        raise ValueError(
+            f"none of the {len(examples)} examples has two answer tokens in a row within --max-length "
+            f"{settings.max_length}, an anchor and a token to draft; give longer answers."
+        )
+    if settings.eval_data:
+        held_out = load_examples(settings.eval_data, tokenizer, settings.max_length, settings.eval_examples)
+        return drafted, held_out
+    return hold_out(drafted, settings.eval_examples)
+
+
+def _config(settings: TrainSettings, target_config: Any, pretrained: Pretrained | None) -> DFlashConfig:
+    """The drafter's shape; its mask token is still open where --mask-token-id is -1."""
     if pretrained is None:
-        mask_token = settings.mask_token_id if settings.mask_token_id >= 0 else find_mask_token(tokenizer, embedding)
-        config = drafter_config(settings, target.config, mask_token)
+        config = drafter_config(settings, target_config, max(settings.mask_token_id, 0))
     else:
-        config = _continued_config(settings, pretrained[0])
-        config.check_target(target_shape(settings.target, target.config))
+        pretrained[0].check_target(target_shape(settings.target, target_config))
+        config = _continued_config(settings, pretrained)
+    # What is not fit to be read back from a checkpoint is refused now.
+    return DFlashConfig.from_dict(to_z_lab(config), config.name)
+
+
+def _vocabulary(
+    config: DFlashConfig, tokenizer: Any, examples: Sequence[Example], pretrained: Pretrained | None
+) -> Tensor | None:
+    """Target tokens that the drafter can draft, [V'] int64; None for all."""
     if config.draft_vocab_size >= config.vocab_size:
-        return config, None
+        return None
     offsets = pretrained[1].get("d2t") if pretrained else None
     if offsets is not None:
-        return config, from_d2t(offsets)
+        return from_d2t(offsets)
     vocabulary = most_frequent_tokens(examples, config.draft_vocab_size, [tokenizer.eos_token_id])
     print(f"draft vocabulary: {len(vocabulary)} tokens, {coverage(examples, vocabulary):.1%} of the target's answers")
-    return config, vocabulary
+    return vocabulary
 
 
-def _continued_config(settings: TrainSettings, config: DFlashConfig) -> DFlashConfig:
+def _check_head(settings: TrainSettings, tables: TargetTables, pretrained: Pretrained | None) -> None:
+    """Refuse to lose a trained LM head."""
+    head = pretrained[1].get("lm_head.weight") if pretrained else None
+    if head is None:
+        return
+    if head.shape != tables.head.shape:
+        raise ValueError(
+            f"drafter '{settings.from_pretrained}' has an LM head of its own for {len(head)} tokens, which cannot be "
+            f"cut down to {len(tables.head)}; leave --draft-vocab-size out."
+        )
+    if not settings.train_lm_head and not torch.allclose(head, tables.head.float().cpu(), rtol=_BF16_ROUNDING, atol=0):
+        raise ValueError(
+            f"drafter '{settings.from_pretrained}' has an LM head that differs from that of target "
+            f"'{settings.target}'; go on with --train-lm-head, which keeps it."
+        )
+
+
+def _continued_config(settings: TrainSettings, pretrained: Pretrained) -> DFlashConfig:
     """A pretrained drafter's shape with what the settings may change about it: block, causality, window, vocabulary."""
+    config, tensors = pretrained
+    if "d2t" in tensors and settings.draft_vocab_size not in (0, config.draft_vocab_size):
+        raise ValueError(
+            f"drafter '{settings.from_pretrained}' drafts {config.draft_vocab_size} tokens, but --draft-vocab-size is "
+            f"{settings.draft_vocab_size}; leave it out."
+        )
     is_causal = settings.in_block_attention == "causal"
     return replace(
         config,
@@ -125,7 +186,7 @@ def _drafter(
     target: Any,
     tables: TargetTables,
     rms: Tensor,
-    pretrained: tuple[DFlashConfig, dict[str, Tensor]] | None,
+    pretrained: Pretrained | None,
 ) -> Drafter:
     if pretrained is None:
         return new_drafter(settings, config, target, tables.head, rms)

@@ -12,7 +12,7 @@ Features are kept in bf16. fp16 would not do: the first token's state is a thous
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,7 @@ class TargetFeatures:
 
     def __init__(self, model: Any, layer_ids: Sequence[int], top_k: int = 0, vocabulary: Tensor | None = None) -> None:
         self.model, self.layer_ids, self.top_k = model.eval().requires_grad_(False), tuple(layer_ids), top_k
-        self._decoder = decoder = model.get_decoder()
-        self._captured: dict[int, Tensor] = {}
-        for layer_id in self.layer_ids:
-            decoder.layers[layer_id].register_forward_hook(self._capture(layer_id))
+        self._decoder = model.get_decoder()
         head = model.get_output_embeddings().weight
         self._vocabulary = None if vocabulary is None else vocabulary.to(head.device)
         self._head = head if self._vocabulary is None else head[self._vocabulary].clone()
@@ -64,11 +61,11 @@ class TargetFeatures:
         batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
         for row, ids in enumerate(sequences):
             batch[row, : len(ids)] = torch.tensor(ids)
-        final = None
-        with contextlib.suppress(_EnoughError):
+        final, captured = None, dict[int, Tensor]()
+        # The hooks are there for this pass only: the same model also generates answers and gives a drafter its start.
+        with self._capturing(captured), contextlib.suppress(_EnoughError):
             final = self._decoder(input_ids=batch.to(self.device), use_cache=False).last_hidden_state
-        features = torch.cat([self._captured[i] for i in self.layer_ids], dim=-1).bfloat16()
-        self._captured.clear()
+        features = torch.cat([captured[i] for i in self.layer_ids], dim=-1).bfloat16()
         finals = [None] * len(sequences) if final is None else final
         return [self._of_row(features[row], finals[row], len(ids)) for row, ids in enumerate(sequences)]
 
@@ -81,13 +78,22 @@ class TargetFeatures:
             ids, logprobs = ids.int(), values.bfloat16()
         return SequenceFeatures(features[:length].clone(), ids, logprobs)
 
-    def _capture(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
-            if layer_id == self.layer_ids[-1] and not self.top_k:
-                raise _EnoughError
+    @contextlib.contextmanager
+    def _capturing(self, captured: dict[int, Tensor]) -> Iterator[None]:
+        def hook_of(layer_id: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                captured[layer_id] = output[0] if isinstance(output, tuple) else output
+                if layer_id == self.layer_ids[-1] and not self.top_k:
+                    raise _EnoughError
 
-        return hook
+            return hook
+
+        hooks = [self._decoder.layers[i].register_forward_hook(hook_of(i)) for i in self.layer_ids]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class _EnoughError(Exception):
@@ -100,6 +106,23 @@ def load_target(name: str, device: torch.device) -> Any:
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+
+
+def load_target_config(name: str) -> Any:
+    """The target's Hugging Face config.
+
+    Raises:
+        FileNotFoundError: there is none of that name.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"there is no model config for target '{name}' ({str(error).splitlines()[0]}); give the folder of a "
+            f"causal language model, or its name on the Hugging Face hub."
+        ) from error
 
 
 def target_shape(name: str, hf_config: Any) -> TargetShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from datetime import timedelta
 from pathlib import Path
 
 from vllm_dflash.training.settings import TrainSettings, add_arguments, from_arguments
@@ -30,15 +31,17 @@ def train(settings: TrainSettings) -> Path:
     from vllm_dflash.training.setup import prepare_run
     from vllm_dflash.training.trainer import Trainer
 
-    process = PartialState()
-    device = process.device if torch.cuda.is_available() else torch.device("cpu")
+    # Without cpu=True accelerate takes processes without a GPU for separate runs, which would overwrite each other.
+    # Extraction, which the others wait for, may take longer than the ten minutes after which NCCL gives up.
+    process = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     # One process extracts features, the others then find them cached.
     with process.main_process_first():
-        run = prepare_run(settings, device)
+        run = prepare_run(settings, process.device)
     trainer = Trainer(run)
     state = trainer.train()
     folder = Path(settings.output)
     if process.is_main_process:
         plot_metrics(folder)
-        print(f"{state.step} steps, {state.minutes:.1f} minutes; best tau {state.best_tau:.3f} in '{folder / 'best'}'")
+        tau = f"best tau {state.best_tau:.3f}" if run.held_out else "no held-out examples to measure tau on"
+        print(f"{state.step} steps, {state.minutes:.1f} minutes; {tau}: '{folder / 'best'}'")
     return folder / "best"

@@ -12,16 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from tqdm import tqdm
 
 from vllm_dflash.config import DFlashConfig
 from vllm_dflash.training.acceptance import Acceptance
 from vllm_dflash.training.attention import Backend, default_backend
-from vllm_dflash.training.checkpoint import Checkpoint, TrainState, link, load_last, save_checkpoint
+from vllm_dflash.training.checkpoint import Checkpoint, TrainState, load_last, save_checkpoint
 from vllm_dflash.training.data import Example
 from vllm_dflash.training.drafting import measure
 from vllm_dflash.training.examples import ExampleOrder, FeatureReader, packed_row
@@ -29,7 +36,8 @@ from vllm_dflash.training.metrics import MetricsLog
 from vllm_dflash.training.model import Drafter
 from vllm_dflash.training.optimizer import learning_rate_factor, make_optimizers, set_learning_rate
 from vllm_dflash.training.settings import TrainSettings, to_yaml
-from vllm_dflash.training.step import StepResult, TargetTables, row_loss
+from vllm_dflash.training.step import TargetTables, row_loss
+from vllm_dflash.training.tally import Tally
 from vllm_dflash.training.vocabulary import to_d2t
 
 
@@ -47,27 +55,6 @@ class Run:
     record: dict[str, Any]
 
 
-@dataclass
-class _Tally:
-    """Sums since the last line of metrics."""
-
-    loss: float = 0.0
-    correct: Tensor | float = 0.0
-    labelled: Tensor | float = 0.0
-    rows: int = 0
-    anchors: int = 0
-    tokens: int = 0
-    grad_norm: float = 0.0
-
-    def add(self, result: StepResult, num_slots: int, tokens: int) -> None:
-        missing = num_slots - len(result.correct)  # slots of a truncated block
-        pad = (0, missing)
-        self.loss += float(result.loss.detach())
-        self.correct = self.correct + torch.nn.functional.pad(result.correct.cpu(), pad)
-        self.labelled = self.labelled + torch.nn.functional.pad(result.labelled.cpu(), pad)
-        self.rows, self.anchors, self.tokens = self.rows + 1, self.anchors + result.num_anchors, self.tokens + tokens
-
-
 class Trainer:
     """One run on this process; with torchrun or accelerate, one of several."""
 
@@ -76,7 +63,7 @@ class Trainer:
 
         self.run, self.settings = run, run.settings
         settings = run.settings
-        self.accelerator = Accelerator(mixed_precision=_precision(settings))
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=_precision(settings))
         self.device = self.accelerator.device
         self.folder = Path(settings.output)
         tables = run.tables
@@ -88,8 +75,13 @@ class Trainer:
             run.drafter.parameters(), settings.optimizer, settings.lr, settings.beta2, settings.weight_decay
         )
         self.state, self._saved_step = TrainState(), -1
-        self._resume(run.drafter, optimizers)
+        saved = load_last(self.folder) if settings.resume else None
+        if saved is not None:
+            load_tensors(run.drafter, saved[0])
         self.drafter, *self.optimizers = self.accelerator.prepare(run.drafter, *optimizers)
+        _prepare_for_fsdp(self.drafter)
+        if saved is not None:
+            self._go_on(saved[1], saved[2])
         self.order = ExampleOrder(run.examples, settings.seed)
         self.total_steps = _total_steps(settings, len(run.examples), self.accelerator.num_processes)
 
@@ -98,7 +90,7 @@ class Trainer:
         settings = self.settings
         self.folder.mkdir(parents=True, exist_ok=True)
         log = MetricsLog(self.folder, settings, self.state.step) if self.accelerator.is_main_process else None
-        tally, started, minutes_before = _Tally(), time.monotonic(), self.state.minutes
+        tally, started, minutes_before = self._new_tally(), time.monotonic(), self.state.minutes
         with tqdm(
             total=self.total_steps or None, initial=self.state.step, unit="step", disable=log is None
         ) as progress:
@@ -130,7 +122,7 @@ class Trainer:
             return self.state.minutes / self.settings.max_minutes
         return self.state.step / self.total_steps
 
-    def _step(self, tally: _Tally) -> None:
+    def _step(self, tally: Tally) -> None:
         settings, accelerator = self.settings, self.accelerator
         rows_per_step = settings.accumulation_steps * accelerator.num_processes
         for index in range(settings.accumulation_steps):
@@ -146,18 +138,18 @@ class Trainer:
                         _row_seed(settings.seed, number),
                     )  # fmt: skip
                 accelerator.backward(result.loss / settings.accumulation_steps)
-            tally.add(result, settings.draft_block_size - 1, len(row.input_ids))
+            tally.add(result, len(row.input_ids))
         norm = accelerator.clip_grad_norm_(self.drafter.parameters(), settings.max_grad_norm)
         tally.grad_norm = float(norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def _log(self, log: MetricsLog | None, progress: Any, tally: _Tally) -> _Tally:
-        accuracy = torch.as_tensor(tally.correct) / torch.as_tensor(tally.labelled).clamp_min(1)
+    def _log(self, log: MetricsLog | None, progress: Any, tally: Tally) -> Tally:
+        tally = tally.over_processes(self.accelerator)
         values = {
             "train/loss": round(tally.loss / tally.rows, 4),
-            "train/position_acc": [round(float(a), 4) for a in accuracy],
+            "train/position_acc": [round(accuracy, 4) for accuracy in tally.accuracy],
             "train/grad_norm": round(tally.grad_norm, 4),
             "train/lr": self.optimizers[0].param_groups[0]["lr"],
             "train/tokens": tally.tokens,
@@ -168,11 +160,15 @@ class Trainer:
             log.write(self.state.step, values)
             rate = progress.format_dict["rate"] or 0
             shown = {"loss": values["train/loss"], "tau": f"{self.state.best_tau:.3f}"}
-            shown["tok/s"] = f"{rate * tally.tokens / max(tally.rows, 1) * self.settings.accumulation_steps:.0f}"
+            rows_per_step = self.settings.accumulation_steps * self.accelerator.num_processes
+            shown["tok/s"] = f"{rate * rows_per_step * tally.tokens / tally.rows:.0f}"
             if self.settings.max_minutes:
                 shown["left"] = f"{self.settings.max_minutes - self.state.minutes:.0f} min"
             progress.set_postfix(shown)
-        return _Tally()
+        return self._new_tally()
+
+    def _new_tally(self) -> Tally:
+        return Tally(self.settings.draft_block_size - 1)
 
     def _measure(self, log: MetricsLog | None, progress: Any) -> None:
         if not self.run.held_out:
@@ -190,39 +186,56 @@ class Trainer:
             self._save(is_best=True)
 
     def _save(self, is_best: bool = False) -> None:
-        tensors = self.accelerator.get_state_dict(self.drafter)
-        optimizers = [dict(o.state_dict()) for o in self.optimizers]
-        if not self.accelerator.is_main_process or self._saved_step == self.state.step:
+        if self._saved_step == self.state.step:
+            return
+        self._saved_step = self.state.step
+        # Whole tensors, by name: a run may go on with another number of processes, or without FSDP. All take part.
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        tensors, optimizers = get_state_dict(self.drafter, self._inner_optimizers, options=options)
+        if not self.accelerator.is_main_process:
             return
         record = self.run.record | {"minutes": round(self.state.minutes, 1), "step": self.state.step}
         checkpoint = Checkpoint(
             config=self.run.config,
-            tensors=servable_tensors(tensors, self.tables, self.run.config),
+            tensors=servable_tensors(cast(dict[str, Tensor], tensors), self.tables, self.run.config),
             optimizers=optimizers,
             state=self.state,
             settings_yaml=to_yaml(self.settings),
             record=record,
         )
-        path = save_checkpoint(self.folder, checkpoint, self.settings.keep_checkpoints)
-        self._saved_step = self.state.step
-        if is_best:
-            link(self.folder, "best", path.name)
+        # Where nothing is measured, the latest is the best.
+        save_checkpoint(self.folder, checkpoint, self.settings.keep_checkpoints, is_best or not self.run.held_out)
 
-    def _resume(self, drafter: Drafter, optimizers: list[torch.optim.Optimizer]) -> None:
-        found = load_last(self.folder) if self.settings.resume and self.folder.is_dir() else None
-        if found is None:
-            return
-        tensors, states, self.state = found
-        load_tensors(drafter, tensors)
-        for optimizer, state in zip(optimizers, states):
-            optimizer.load_state_dict(state)
-        print(f"going on from step {self.state.step} in '{self.folder}'")
+    def _go_on(self, optimizers: dict[str, Any], state: TrainState) -> None:
+        whole = StateDictOptions(full_state_dict=True)
+        # Learning rate and the like are this run's settings, not those of the run that wrote the checkpoint.
+        own = get_optimizer_state_dict(self.drafter, self._inner_optimizers, options=whole)
+        optimizers = {**optimizers, "param_groups": own["param_groups"]}
+        set_optimizer_state_dict(self.drafter, self._inner_optimizers, optimizers, options=whole)
+        self.state = state
+        if self.accelerator.is_main_process:
+            print(f"going on from step {state.step} in '{self.folder}'")
+
+    @property
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer.optimizer for optimizer in self.optimizers]
 
     def _timed(self, do: Any, *arguments: Any) -> float:
         """Seconds that `do` took: measuring and saving do not count as training time."""
         started = time.monotonic()
         do(*arguments)
         return time.monotonic() - started
+
+
+def _prepare_for_fsdp(drafter: Any) -> None:
+    """Tell FSDP2, where layers are sharded one by one, that a layer's context is computed outside its forward."""
+    if not isinstance(drafter, FSDPModule):
+        return
+    sharded: Any = drafter
+    if sharded.lm_head is not None:
+        raise ValueError("--train-lm-head does not work with FSDP, which would shard the head; use DDP (torchrun).")
+    for layer in sharded.layers:
+        register_fsdp_forward_method(layer, "context_kv")
 
 
 def servable_tensors(tensors: dict[str, Tensor], tables: TargetTables, config: DFlashConfig) -> dict[str, Tensor]:
