@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from setting import append_csv, circumstances
@@ -30,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 layers": {"num_layers": 3},
     "random initialisation": {"initialisation": "random", "fc_initialisation": "random"},
     "scaled fusion": {"fc_initialisation": "scaled"},
-    "soft labels": {"soft_share": 0.5},
+    "soft labels": {"soft_labels": 16},
     "batch negatives": {"loss_negatives": 1024},
     "muon": {"optimizer": "muon", "lr": 1e-3},
 }
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--features", required=True)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--max-anchors", type=int, default=64)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     options = parser.parse_args()
@@ -57,11 +60,11 @@ def run_variant(name: str, seed: int, options: argparse.Namespace) -> dict[str, 
     """Train and measure one variant."""
     import torch
 
+    from vllm_dflash.training.metrics import read_metrics
     from vllm_dflash.training.settings import TrainSettings
     from vllm_dflash.training.setup import prepare_run
     from vllm_dflash.training.trainer import Trainer
 
-    changes: dict[str, Any] = {"soft_share": 0.0, **VARIANTS[name]}
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainSettings(
             target=options.target,
@@ -72,32 +75,30 @@ def run_variant(name: str, seed: int, options: argparse.Namespace) -> dict[str, 
             output=scratch,
             draft_block_size=8,
             draft_vocab_size=options.draft_vocab_size,
-            max_anchors=64,
-            batch_size=4,
+            max_anchors=options.max_anchors,
+            batch_size=options.batch_size,
             max_steps=options.steps,
             eval_steps=10**9,
             checkpoint_steps=10**9,
-            soft_labels=16,
             seed=seed,
-            **({"num_layers": 2, "lr": 1.5e-3} | changes),
+            **({"num_layers": 2, "lr": 1.5e-3} | VARIANTS[name]),
         )
         run = prepare_run(settings, torch.device("cpu"))
         trainer = Trainer(run)
         started = time.monotonic()
         trainer.train()
         minutes = (time.monotonic() - started) / 60
-        acceptance = trainer.evaluate()
-    by_slot = " ".join(f"{p:.3f}" for p in acceptance.by_position)
-    print(f"{name:<26} seed {seed}  tau {acceptance.tau:.3f}  by slot {by_slot}  {minutes:.1f} min", flush=True)
+        measured = next(row for row in reversed(read_metrics(Path(scratch) / "metrics.jsonl")) if "eval/tau" in row)
+    tau, by_slot = measured["eval/tau"], " ".join(f"{p:.3f}" for p in measured["eval/position"])
+    print(f"{name:<26} seed {seed}  tau {tau:.3f}  by slot {by_slot}  {minutes:.1f} min", flush=True)
     return {
         "experiment": name,
         "seed": seed,
         "steps": options.steps,
-        "anchors_per_step": 256,
-        "tau": f"{acceptance.tau:.4f}",
+        "anchors_per_step": options.batch_size * options.max_anchors,
+        "tau": f"{tau:.4f}",
         "by_slot": by_slot,
-        "cycles": acceptance.num_cycles,
-        "documents": len(acceptance.documents),
+        "documents": len(run.held_out),
         "parameters": sum(p.numel() for p in run.drafter.parameters()),
         "minutes": f"{minutes:.2f}",
         "note": "",

@@ -15,7 +15,7 @@ from vllm_dflash.demo import ENVIRONMENT
 from vllm_dflash.plugin import installed_vllm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DRAFTER = REPOSITORY / "examples" / "drafters" / "smollm2-135m-b8"
+DRAFTER = REPOSITORY / "examples" / "drafters" / "smollm2-135m-instruct-dflash"
 QUESTION = (
     "{name} buys {count} boxes with {each} pencils each and gives away {given}. How many pencils does {name} have now?"
     "\nPlease reason step by step, and put your final answer within \\boxed{{}}."

@@ -41,6 +41,6 @@ def main(target: str, drafter: str) -> None:
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a process that imports this file again
-    shipped = str(Path(__file__).parent / "drafters" / "smollm2-135m-b8")
+    shipped = str(Path(__file__).parent / "drafters" / "smollm2-135m-instruct-dflash")
     target, drafter = sys.argv[1:3] if len(sys.argv) > 2 else (str(target_folder("smollm2")), shipped)
     main(target, drafter)

@@ -12,5 +12,5 @@ exec vllm serve "$(vllm-dflash target smollm2)" \
   --host 127.0.0.1 --port 8000 \
   --max-model-len 2048 --max-num-seqs 8 \
   --enforce-eager \
-  --speculative-config '{"method": "dflash", "model": "examples/drafters/smollm2-135m-b8", "num_speculative_tokens": 3}' \
+  --speculative-config '{"method": "dflash", "model": "examples/drafters/smollm2-135m-instruct-dflash", "num_speculative_tokens": 3}' \
   "$@"
