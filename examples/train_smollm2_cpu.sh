@@ -4,7 +4,7 @@
 #   examples/train_smollm2_cpu.sh prompts.jsonl benchmark-prompts.jsonl
 #
 # Measured on 2 cores of an AMD EPYC (AVX2, about 65 GFLOP/s in float32), 2026-11-30, for 1,408 examples with 309,000 answer
-# tokens: features 210 tokens/s (45 minutes), steps 1.5 s with both cores (51 minutes of steps, in two runs), 2.6 GB of
+# tokens: features 210 tokens/s (35 minutes), steps 1.5 s with both cores (52 minutes of steps, in two runs), 2.6 GB of
 # memory, features 5.9 kB per token on disk. tau by serving, greedy, K = 7: mean of six tasks 1.74, GSM8K 2.07.
 # More examples, not more steps, is what raises it: see bench/results/learning_curve.csv.
 #

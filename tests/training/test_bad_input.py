@@ -87,6 +87,7 @@ def test_examples_without_a_token_to_draft_are_left_out(task: TinyTask, tmp_path
     rows[7]["response_ids"] = [8, 9]
     data = rows_file(tmp_path, *rows)
     assert train.run(options(task, tmp_path / "out", "--data", data, "--batch-size", "1", "--max-steps", "3")) == 0
+    assert json.loads((tmp_path / "out" / "last" / "run.json").read_text())["num_examples"] == 1
 
 
 def test_messages_for_a_tokenizer_without_a_chat_template(task: TinyTask, tmp_path: Path, loaded: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,38 +56,45 @@ def loss_of(
     return row_loss(drafter, row, target.tables, settings, "sdpa", seed)
 
 
+def decay(slot: int, num_labels: int) -> float:
+    """Weight of a slot in a block of so many labels."""
+    return math.exp(-(slot - 1) / 2)
+
+
 def loss_by_loops(
-    drafter: Drafter, target: Target, soft_share: float, gamma: float = 2.0
+    drafter: Drafter, target: Target, soft_share: float = 0.0, weight_of: Callable[[int, int], float] = decay
 ) -> tuple[Tensor, list[float], list[float]]:
-    """Loss with weights exp(-(k - 1) / gamma); drafts that are right and slots with a label, for each of 4 slots."""
+    """Loss; drafts that are right and slots with a label, for each of 4 slots."""
     assert ROW.top_ids is not None
     assert ROW.top_logprobs is not None
+    column = {token: index for index, token in enumerate(target.vocabulary)}
+    tokens, document, is_supervised = ROW.input_ids.tolist(), ROW.document.tolist(), ROW.loss_mask.tolist()
     head = target.tables.head if drafter.lm_head is None else drafter.lm_head.weight
     hidden = drafter(ROW, make_blocks(ROW, torch.tensor(ANCHORS), 5), target.tables.embedding)
     total, total_weight = torch.tensor(0.0), 0.0
     correct, labelled = [0.0] * 4, [0.0] * 4
     for block, anchor in enumerate(ANCHORS):
-        for slot in range(1, 5):
-            at = anchor + slot
-            if at >= len(ROW.input_ids) or ROW.document[at] != ROW.document[anchor] or not ROW.loss_mask[at]:
+        labels: list[int] = []
+        for at in range(anchor + 1, min(anchor + 5, len(tokens))):
+            if document[at] != document[anchor] or not is_supervised[at]:
                 break
+            labels.append(tokens[at])
+        for slot, token in enumerate(labels, start=1):
             labelled[slot - 1] += 1
-            token = int(ROW.input_ids[at])
-            if token not in target.vocabulary:
+            if token not in column:
                 continue
-            logprobs = (head @ hidden[block, slot - 1]).log_softmax(0)
-            loss = -logprobs[target.vocabulary.index(token)]
-            likely = {
-                int(t): math.exp(float(p))
-                for t, p in zip(ROW.top_ids[at - 1], ROW.top_logprobs[at - 1])
-                if int(t) in target.vocabulary
-            }
-            if soft_share and likely:
-                soft = sum(-logprobs[target.vocabulary.index(t)] * p for t, p in likely.items()) / sum(likely.values())
+            logits = head @ hidden[block, slot - 1]
+            correct[slot - 1] += float(int(logits.argmax()) == column[token])
+            losses = -logits.log_softmax(0)
+            loss = losses[column[token]]
+            before = anchor + slot - 1  # whose likeliest successors are known
+            likely = zip(ROW.top_ids[before].tolist(), ROW.top_logprobs[before].exp().tolist())
+            shares = {column[t]: share for t, share in likely if t in column}
+            if soft_share and shares:
+                soft = sum(losses[c] * share for c, share in shares.items()) / sum(shares.values())
                 loss = (1 - soft_share) * loss + soft_share * soft
-            weight = math.exp(-(slot - 1) / gamma)
+            weight = weight_of(slot, len(labels))
             total, total_weight = total + weight * loss, total_weight + weight
-            correct[slot - 1] += float(int(logprobs.argmax()) == target.vocabulary.index(token))
     return total / total_weight, correct, labelled
 
 
@@ -108,31 +116,31 @@ def test_loss_and_gradients_equal_the_loops(soft_share: float, vocabulary: list[
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_drafts_that_are_right_are_counted() -> None:
-    """A head that knows nothing but the text's token of one place."""
-    target = Target()
-    target.tables.head.zero_()
-    target.tables.head[int(ROW.input_ids[3])] = 1e-9
-    found = loss_of(new_drafter(), target, settings_of())
-    _, correct, _ = loss_by_loops(new_drafter(), target, 0.0)
-    assert found.correct.tolist() == correct
-    assert sum(correct) > 0
-    assert found.loss.item() == pytest.approx(math.log(128), rel=TOLERANCE)
+@pytest.mark.parametrize("num_negatives", [0, 5])
+def test_drafts_that_are_right_are_counted(num_negatives: int) -> None:
+    """The head says nothing but labels, and loudly, so negatives do not change which drafts are right."""
+    target, drafter = Target(), new_drafter()
+    blocks = make_blocks(ROW, torch.tensor(ANCHORS), 5)
+    target.tables.head.mul_(torch.isin(torch.arange(128), blocks.labels[blocks.label_mask])[:, None] * 100)
+    _, correct, _ = loss_by_loops(drafter, target)
+    assert sum(correct) >= 2
+    assert loss_of(drafter, target, settings_of(loss_negatives=num_negatives)).correct.tolist() == correct
 
 
 def test_uniform_weights() -> None:
     target, drafter = Target(VOCABULARY), new_drafter(draft_vocab_size=len(VOCABULARY))
-    expected, _, _ = loss_by_loops(drafter, target, soft_share=0.0, gamma=math.inf)
+    expected, _, _ = loss_by_loops(drafter, target, weight_of=lambda slot, num_labels: 1.0)
     found = loss_of(drafter, target, settings_of(loss_weight="uniform"))
     assert found.loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
 
 
 def test_dpace_weights() -> None:
-    """Where all drafts are hopeless, alpha 1 counts the slots that are left and alpha 0 only the first one."""
+    """With alpha 1 every slot counts as often as there are labels from it on; smaller ones look at the losses."""
     target, drafter = Target(), new_drafter()
-    one, none = (loss_of(drafter, target, settings_of(loss_weight="dpace", dpace_alpha=a)).loss.item() for a in (1, 0))
-    decayed = loss_of(drafter, target, settings_of()).loss.item()
-    assert len({round(value, 4) for value in (one, none, decayed)}) == 3
+    expected, _, _ = loss_by_loops(drafter, target, weight_of=lambda slot, num_labels: num_labels - slot + 1)
+    smoothed, plain = (loss_of(drafter, target, settings_of(loss_weight="dpace", dpace_alpha=a)).loss for a in (1, 0.1))
+    assert smoothed.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+    assert plain.item() != pytest.approx(expected.item(), rel=1e-3)
 
 
 def test_enough_negatives_are_the_whole_vocabulary() -> None:

@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_a_checkpoint_is_kept_though_a_damaged_one_is_later(task: TinyTask, tmp_path: Path) -> None:
     (tmp_path / "step-00000009").mkdir()
-    killed_run(task.settings(tmp_path, keep_checkpoints=1, checkpoint_steps=1), after=2)
+    killed_run(task.settings(tmp_path, keep_checkpoints=1, checkpoint_steps=1, eval_steps=100), after=2)
     assert last_state(tmp_path)[2] == 2
 
 
