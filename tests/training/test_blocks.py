@@ -126,7 +126,7 @@ def test_labels_against_loops() -> None:
         blocks = make_blocks(row, torch.tensor(anchors, dtype=torch.int64), 5)
         for index, anchor in enumerate(anchors):
             end = next(end for end in ends if end > anchor)
-            expected = []
+            expected: list[int] = []
             while anchor + 1 + len(expected) < end and masks[anchor + 1 + len(expected)] == "x" and len(expected) < 4:
                 expected.append(tokens[anchor + 1 + len(expected)])
             mask = blocks.label_mask[index]
