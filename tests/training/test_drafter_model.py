@@ -222,7 +222,6 @@ def test_packed_documents_give_what_each_gives_alone() -> None:
         packed = drafter(ROW, make_blocks(ROW, ANCHORS, LENGTH), EMBEDDING)
         for start, drawing, of_document in ((0, drawings[0], slice(0, 4)), (14, drawings[1], slice(4, 7))):
             rows = slice(start, start + len(drawing))
-            parts = [part[rows] for part in (ROW.input_ids, ROW.loss_mask, ROW.document, ROW.position, ROW.features)]
-            alone = PackedRow(*parts, top_ids=None, top_logprobs=None)
+            alone = PackedRow(*(None if part is None else part[rows] for part in vars(ROW).values()))  # type: ignore[arg-type]
             expected = drafter(alone, make_blocks(alone, ANCHORS[of_document] - start, LENGTH), EMBEDDING)
             torch.testing.assert_close(packed[of_document], expected, rtol=TOLERANCE, atol=TOLERANCE)

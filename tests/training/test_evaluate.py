@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def write_rows(file: Path, source: str | None, answers: dict[str, list[int]]) ->
     return str(file)
 
 
-def write_answers(writer: Writer, file: Path, plan: dict[str, tuple[int, ...]], num_drafted: int = 7) -> str:
+def write_answers(writer: Writer, file: Path, plan: Mapping[str, tuple[int, ...]], num_drafted: int = 7) -> str:
     """Answers with these runs; their task is the file's name."""
     answers = {name: writer.answer(prompt(name), runs, num_drafted) for name, runs in plan.items()}
     return write_rows(file, None, answers)
