@@ -3,8 +3,9 @@
     --engine walk    exact for greedy answers of the target, without running it on drafts: acceptance.py
     --engine vllm    the same number from real serving: served.py; --save-answers keeps the answers for a walk
 
-The two agree up to ties of the target's arithmetic. Answers that end in a repeating loop flatter every drafter, so tau
-is also given without them.
+Both take the same cycles, up to near-ties: the walk rounds features to bfloat16. vLLM's tau is a little higher, because
+it counts accepted tokens behind the end of an answer too. Answers that end in a repeating loop flatter every drafter,
+so tau is also given without them.
 """
 
 from __future__ import annotations
