@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import platform
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 from vllm_dflash.demo import ENVIRONMENT
 from vllm_dflash.plugin import installed_vllm
+from vllm_dflash.training.run_record import commit, machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DRAFTER = REPOSITORY / "examples" / "drafters" / "smollm2-135m-instruct-dflash"
@@ -36,13 +35,11 @@ def question(round_number: int, index: int) -> str:
 
 def circumstances() -> dict[str, str]:
     """Machine, versions, commit and date."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    models = [line.split(":")[1].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")]
     return {
-        "machine": f"{len(models)}x {models[0]}" if models else platform.processor(),
+        "machine": machine(),
         "vllm": installed_vllm(),
         "torch": version("torch"),
-        "commit": commit.stdout.strip(),
+        "commit": commit() or "",
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -56,8 +53,3 @@ def append_csv(name: str, rows: list[dict[str, Any]]) -> None:
         if is_new:
             writer.writeheader()
         writer.writerows(rows)
-
-
-def _cpuinfo() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.exists() else ""

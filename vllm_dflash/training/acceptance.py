@@ -87,8 +87,9 @@ def walk(row: PackedRow, draft: Draft, num_drafted: int, ids: Sequence[tuple[str
     for index, possible_here in enumerate(is_anchor):
         if not possible_here or index < next_anchor:
             continue
-        # At the last token of a response nothing is left to draft: serving has stopped.
-        if index + 1 < len(is_anchor) and is_anchor[index + 1] and documents[index + 1] == documents[index]:
+        # At the last token of a response nothing is left to draft: serving has stopped. (The first token of the next
+        # document is never an anchor, so the token behind one is of the same document.)
+        if index + 1 < len(is_anchor) and is_anchor[index + 1]:
             found[documents[index]].append(run_at[index])
         next_anchor = index + run_at[index] + 1
     return [DocumentAcceptance(i, s, tuple(runs), num_drafted) for (i, s), runs in zip(ids, found)]

@@ -79,12 +79,13 @@ def _in_pieces(
     visibility: Visibility,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
+    group = q.shape[2] // context_kv[0].shape[1]
     outputs = []
     for piece in _pieces(blocks):
         first = int(blocks.document_start[piece.start])
         context = slice(first, int(blocks.anchors[piece.stop - 1]))
         keys, values = (
-            torch.cat([of_context[context], of_block[piece].flatten(0, 1)])
+            torch.cat([of_context[context], of_block[piece].flatten(0, 1)]).repeat_interleave(group, 1)
             for of_context, of_block in zip(context_kv, block_kv)
         )
         visible = _visible(blocks, piece, context, q.shape[1], visibility)
@@ -125,9 +126,7 @@ def _visible(blocks: Blocks, piece: slice, context: slice, num_slots: int, visib
 
 
 def _sdpa_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """[rows, heads, head_dim] from q [rows, heads, head_dim], k and v [keys, kv_heads, head_dim]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    """[rows, heads, head_dim] from q [rows, heads, head_dim], k and v [keys, heads, head_dim]."""
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=visible
     )
@@ -137,8 +136,6 @@ def _sdpa_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 def _xformers_piece(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     num_rows, num_keys = visible.shape
     # xformers wants the bias' last dimension in memory padded to a multiple of 8.
     padded = torch.full((num_rows, (num_keys + 7) // 8 * 8), float("-inf"), dtype=q.dtype, device=q.device)

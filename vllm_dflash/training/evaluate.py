@@ -22,7 +22,7 @@ from vllm_dflash.training.acceptance import Acceptance, DocumentAcceptance
 from vllm_dflash.training.atomic import write_atomically
 from vllm_dflash.training.bootstrap import CONFIDENCE, tau_interval
 from vllm_dflash.training.data import Example
-from vllm_dflash.training.loops import loop_start
+from vllm_dflash.training.loops import answer_start, loop_start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _by_walk(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     tokenizer = load_tokenizer(options.target)
     examples = [e for path in options.data for e in load_examples([path], tokenizer, 10**9, options.limit)]
-    loops = [loop_start(_answer(e)) is not None for e in examples]
+    loops = [loop_start(e.input_ids[answer_start(e) :]) is not None for e in examples]
     acceptance = walk_answers(options.drafter, options.target, examples, options.num_speculative_tokens)
     looping = {id(d) for d, is_loop in zip(acceptance.documents, loops) if is_loop}
     tasks = list(dict.fromkeys(d.source for d in acceptance.documents))
@@ -242,11 +242,3 @@ def _print(result: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("mean of tasks", "", f"{result['mean_tau']:.2f}")
     Console().print(table)
-
-
-def _answer(example: Example) -> list[int]:
-    """The last answer's tokens."""
-    start = len(example.loss_mask)
-    while start and example.loss_mask[start - 1]:
-        start -= 1
-    return example.input_ids[start:]

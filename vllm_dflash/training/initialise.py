@@ -7,7 +7,6 @@ over: the first draft layer then sees context keys and values close to those tha
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -154,8 +153,3 @@ def find_mask_token(tokenizer: Any, embedding: Tensor) -> int:
         if list(norms.values()).count(norms[token_id]) > 1:
             return token_id
     raise ValueError("no token is free to serve as mask token; name one that texts do not use with --mask-token-id.")
-
-
-def with_name(config: DFlashConfig, name: str) -> DFlashConfig:
-    """The same config under another name."""
-    return replace(config, name=name)

@@ -42,18 +42,24 @@ def loop_start(
     return None if loop is None else loop[0]
 
 
+def answer_start(example: Example) -> int:
+    """Index at which the supervised tokens begin that the example ends in: its last answer."""
+    start = len(example.loss_mask)
+    while start > 0 and example.loss_mask[start - 1]:
+        start -= 1
+    return start
+
+
 def cut_loop(example: Example) -> Example:
     """The example without the repetitions of the loop that its last answer ends in; one round of it stays.
 
     An example without loop is returned as it is.
     """
-    prompt_len = len(example.loss_mask)
-    while prompt_len > 0 and example.loss_mask[prompt_len - 1]:
-        prompt_len -= 1
-    loop = _find_loop(example.input_ids[prompt_len:], MAX_PERIOD, MIN_REPEATS, MIN_TOKENS)
+    start = answer_start(example)
+    loop = _find_loop(example.input_ids[start:], MAX_PERIOD, MIN_REPEATS, MIN_TOKENS)
     if loop is None:
         return example
-    end = prompt_len + sum(loop)
+    end = start + sum(loop)
     return replace(example, input_ids=example.input_ids[:end], loss_mask=example.loss_mask[:end])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -204,11 +204,6 @@ def to_yaml(settings: TrainSettings) -> str:
 
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}
     return str(yaml.safe_dump(values, sort_keys=False))
-
-
-def with_changes(settings: TrainSettings, **changes: Any) -> TrainSettings:
-    """A copy with some settings changed."""
-    return replace(settings, **changes)
 
 
 def _checked(path: Path, name: str, value: Any, hint: Any) -> Any:

@@ -18,7 +18,7 @@ from vllm_dflash.training.checkpoint import checkpoints
 from vllm_dflash.training.data import Example, load_examples
 from vllm_dflash.training.dialects import to_z_lab
 from vllm_dflash.training.examples import FeatureReader, OnlineFeatures, hold_out
-from vllm_dflash.training.feature_cache import FeatureCache, FeatureSource, extract
+from vllm_dflash.training.feature_cache import FeatureSource, extract
 from vllm_dflash.training.initialise import drafter_config, feature_rms, find_mask_token, new_drafter
 from vllm_dflash.training.model import Drafter, Variant
 from vllm_dflash.training.pretrained import import_drafter
@@ -167,8 +167,7 @@ def _features(
         vocabulary_hash="" if vocabulary is None else hashlib.sha256(vocabulary.numpy().tobytes()).hexdigest(),
     )
     batch_size = 1 if reader.device.type == "cpu" else settings.batch_size
-    extract(Path(settings.features), source, reader, examples, batch_size=batch_size)
-    return FeatureCache(Path(settings.features), source)
+    return extract(Path(settings.features), source, reader, examples, batch_size=batch_size)
 
 
 def _measure_rms(features: FeatureReader, examples: Sequence[Example], num_features: int) -> Tensor:
