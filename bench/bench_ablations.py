@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--eval-examples", type=int, default=16)
     parser.add_argument("--features", required=True)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
+    parser.add_argument("--draft-block-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-anchors", type=int, default=64)
@@ -73,7 +74,7 @@ def run_variant(name: str, seed: int, options: argparse.Namespace) -> dict[str, 
             eval_examples=options.eval_examples,
             features=options.features,
             output=scratch,
-            draft_block_size=8,
+            draft_block_size=options.draft_block_size,
             draft_vocab_size=options.draft_vocab_size,
             max_anchors=options.max_anchors,
             batch_size=options.batch_size,

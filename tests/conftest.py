@@ -122,6 +122,15 @@ WORD_PROBLEMS = [
 
 
 @pytest.fixture(autouse=True)
+def bfloat16_in_the_interpreter(request) -> None:
+    """Kernels that are interpreted compute bfloat16 as a GPU does."""
+    if request.path.parent.name == "kernels" and os.environ.get("TRITON_INTERPRET") == "1":
+        import triton_interpreter
+
+        triton_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
 def one_thread(request) -> Iterator[None]:
     """Training tests run on one thread: on their tensors, two would mostly wait for each other."""
     num_threads = torch.get_num_threads()
