@@ -148,7 +148,7 @@ def test_a_drafter_with_another_draft_vocabulary(task: TinyTask, tmp_path: Path,
     extra = {"lm_head.weight": torch.zeros(16, 64), "d2t": torch.arange(16)}
     drafter = write_tiny_drafter(tmp_path / "drafter", extra, vocab_size=64, draft_vocab_size=16)
     flags = ["--from-pretrained", str(drafter), "--draft-vocab-size", "32"]
-    assert f"drafter '{drafter}' drafts 16 tokens, but --draft-vocab-size is 32" in refused(
+    assert f"drafter '{drafter}' has draft_vocab_size 16, but --draft-vocab-size is 32" in refused(
         task, tmp_path / "out", *flags
     )
     assert loaded == []

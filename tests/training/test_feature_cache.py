@@ -18,7 +18,7 @@ from vllm_dflash.training.data import Example
 from vllm_dflash.training.feature_cache import FeatureCache, FeatureSource, extract, shard_path
 from vllm_dflash.training.target_features import SequenceFeatures
 
-SOURCE = FeatureSource("some/target", (1, 8), feature_size=4, top_k=2, vocabulary_hash="")
+SOURCE = FeatureSource("some/target", "f00d", (1, 8), feature_size=4, top_k=2, vocabulary_hash="")
 
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
@@ -118,7 +118,7 @@ def test_a_run_killed_between_shard_and_index_goes_on(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "other/target"}, "target some/target there, other/target here"),
+        ({"target": "other/target", "fingerprint": "beef"}, "target some/target there, other/target here; fingerprint"),
         ({"target_layer_ids": (1, 9)}, r"target_layer_ids \(1, 8\) there, \(1, 9\) here"),
         ({"top_k": 4}, "top_k 2 there, 4 here"),
         ({"vocabulary_hash": "abc"}, "vocabulary_hash  there, abc here"),
@@ -127,10 +127,17 @@ def test_a_run_killed_between_shard_and_index_goes_on(tmp_path: Path, monkeypatc
 def test_features_of_something_else_are_not_mixed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     extracted(tmp_path, EXAMPLES[:2])
     other, target = dataclasses.replace(SOURCE, **changes), WrittenTarget()
-    with pytest.raises(ValueError, match=message + ". Give another folder, or delete it"):
+    with pytest.raises(ValueError, match=message + ".*. Give another folder, or delete it"):
         extracted(tmp_path, EXAMPLES, target, other)
     with pytest.raises(ValueError, match=message):
         FeatureCache(tmp_path, other)
+    assert target.asked == []
+
+
+def test_a_target_that_moved_is_the_same_target(tmp_path: Path) -> None:
+    extracted(tmp_path, EXAMPLES)
+    moved, target = dataclasses.replace(SOURCE, target="/elsewhere/target"), WrittenTarget()
+    assert_holds(extracted(tmp_path, EXAMPLES, target, moved), EXAMPLES)
     assert target.asked == []
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from vllm_dflash.training.data import Example
-from vllm_dflash.training.loops import MAX_PERIOD, cut_loop, loop_start
+from vllm_dflash.training.loops import MAX_PERIOD, cut_loop, last_answer, loop_start
 
 TEXT = list(range(1000, 1100))  # a hundred tokens, all different
 
@@ -106,12 +106,18 @@ def test_loop_that_began_in_the_prompt_leaves_an_answer() -> None:
     assert sum(cut.loss_mask) == 4
 
 
+def test_loop_is_found_before_what_the_template_puts_behind_the_answer() -> None:
+    ids = [9, *[1, 2, 3, 4] * 20, 7, 8]
+    looping = Example("a", "s", ids, [False] + [True] * 80 + [False] * 2)
+    assert last_answer(looping) == [1, 2, 3, 4] * 20
+    assert cut_loop(looping) == Example("a", "s", [9, 1, 2, 3, 4], [False] + [True] * 4)
+
+
 def test_example_without_loop_is_returned_as_it_is() -> None:
     for ids, mask in [
         (TEXT, [True] * 100),
         ([*[1, 2, 3, 4] * 20, 5], [True] * 81),
         ([1, 2, 3, 4] * 20, [False] * 80),  # the prompt repeats itself, not the target
-        ([1, 2, 3, 4] * 20, [True] * 79 + [False]),  # the answer came to its end
     ]:
         example = Example("a", "s", ids, mask)
         assert cut_loop(example) is example

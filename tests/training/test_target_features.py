@@ -10,7 +10,13 @@ import torch
 
 from vllm_dflash.training.initialise import drafter_config
 from vllm_dflash.training.settings import TrainSettings
-from vllm_dflash.training.target_features import TargetFeatures, default_layer_ids, load_target, load_target_config
+from vllm_dflash.training.target_features import (
+    TargetFeatures,
+    default_layer_ids,
+    fingerprint,
+    load_target,
+    load_target_config,
+)
 
 #: Of different lengths, so that all but the longest are padded.
 SEQUENCES = [[5, 9, 3, 77, 21, 8], [11, 4], [60, 61, 62, 63]]
@@ -107,3 +113,26 @@ def test_the_last_layer_is_never_a_feature(tiny_target: Path, layer_ids: tuple[i
     settings = TrainSettings(target=str(tiny_target), output="out", num_layers=1, target_layer_ids=layer_ids)
     with pytest.raises(ValueError, match="reads the output of layer 3, the last of target .* below 3"):
         drafter_config(settings, load_target_config(str(tiny_target)), mask_token_id=0)
+
+
+def test_soft_labels_go_through_the_targets_softcap(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.config, "final_logit_softcapping", 0.5, raising=False)
+    (found,) = TargetFeatures(target, (0, 2), top_k=128).extract(SEQUENCES[:1])
+    logits = target(torch.tensor(SEQUENCES[:1])).logits[0].double()
+    capped = (0.5 * torch.tanh(logits / 0.5)).log_softmax(-1)
+    assert found.top_ids is not None
+    assert found.top_logprobs is not None
+    torch.testing.assert_close(
+        found.top_logprobs.double(), capped.gather(1, found.top_ids.long()), rtol=BF16_ROUNDING, atol=1e-6
+    )
+
+
+def test_a_fingerprint_is_of_the_weights(target: Any) -> None:
+    before = fingerprint(target)
+    weight = target.get_decoder().layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[0, 0] += 1
+        changed = fingerprint(target)
+        weight[0, 0] -= 1
+    assert fingerprint(target.bfloat16()) == before == fingerprint(target.float())
+    assert changed != before

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_training import TinyTask, assert_same, killed_run, last_state, metrics, run, write_tiny_task
+from tiny_training import MASK_TOKEN, TinyTask, assert_same, killed_run, last_state, metrics, run, write_tiny_task
 
 from vllm_dflash.training import train
 from vllm_dflash.training.dialects import TargetName
 from vllm_dflash.training.export import export_drafter
 from vllm_dflash.training.pretrained import import_drafter
-from vllm_dflash.training.settings import TrainSettings, read_yaml
+from vllm_dflash.training.settings import NEW_DRAFTER, TrainSettings, read_yaml
 from vllm_dflash.training.setup import prepare_run
 from vllm_dflash.training.trainer import Trainer
 
@@ -110,6 +111,44 @@ def test_training_goes_on_from_a_published_drafter(task: TinyTask, tmp_path: Pat
     assert torch.equal(import_drafter(tmp_path / "second" / "last")[1]["d2t"], tensors["d2t"])
 
 
+def test_a_drafter_keeps_its_shape_where_the_settings_leave_it_open(task: TinyTask, tmp_path: Path) -> None:
+    shape = {"draft_block_size": 6, "in_block_attention": "causal", "sliding_window": 8}
+    run(task.settings(tmp_path / "first", **shape))
+    open_shape = {"num_layers": 0, "draft_block_size": 0, "target_layer_ids": (), "mask_token_id": -1}
+    second = task.settings(tmp_path / "second", from_pretrained=str(tmp_path / "first" / "last"), **open_shape)
+    kept = prepare_run(replace(second, truncate_blocks=True), CPU)
+    assert (kept.config.draft_block_size, kept.config.layer_causal, kept.config.sliding_windows) == (6, (True,), (8,))
+    assert kept.config.mask_token_id == MASK_TOKEN
+    assert {name: getattr(kept.settings, name) for name in shape} == shape
+    assert (kept.settings.num_layers, kept.settings.num_features) == (1, 2)
+    changed = prepare_run(
+        replace(second, draft_block_size=4, in_block_attention="bidirectional", sliding_window=0), CPU
+    )
+    assert (changed.config.draft_block_size, changed.config.layer_causal) == (4, (False,))
+    assert changed.config.sliding_windows == (None,)
+    with pytest.raises(ValueError, match="has num_layers 1, but --num-layers is 3; leave it out"):
+        prepare_run(replace(second, num_layers=3), CPU)
+    with pytest.raises(ValueError, match=r"has target_layer_ids \(0, 2\), but --target-layer-ids is \(0, 1\)"):
+        prepare_run(replace(second, target_layer_ids=(0, 1)), CPU)
+
+
+def test_blocks_of_a_bidirectional_drafter_are_not_truncated(task: TinyTask, tmp_path: Path) -> None:
+    run(task.settings(tmp_path / "first"))
+    second = {"from_pretrained": str(tmp_path / "first" / "last"), "truncate_blocks": True}
+    with pytest.raises(ValueError, match="--truncate-blocks is True: it needs --in-block-attention causal"):
+        prepare_run(task.settings(tmp_path / "second", **second), CPU)
+
+
+def test_a_run_does_not_go_on_as_another(task: TinyTask, tmp_path: Path) -> None:
+    run(task.settings(tmp_path, loss_decay=2.0))
+    longer = prepare_run(task.settings(tmp_path, loss_decay=2.0, max_steps=6, lr=1e-3, eval_steps=3), CPU)
+    assert Trainer(longer).train().step == 6
+    with pytest.raises(ValueError, match=r"loss_decay 2.0, now 3.0\); give the same .*--from-pretrained '.*/last'"):
+        prepare_run(task.settings(tmp_path, loss_decay=3.0), CPU)
+    with pytest.raises(ValueError, match="draft_block_size 4, now 5"):
+        prepare_run(task.settings(tmp_path, loss_decay=2.0, draft_block_size=5), CPU)
+
+
 def test_an_lm_head_that_was_trained_is_not_lost(task: TinyTask, tmp_path: Path) -> None:
     run(task.settings(tmp_path / "first", train_lm_head=True, lr=0.05))
     second = {"from_pretrained": str(tmp_path / "first" / "last")}
@@ -137,7 +176,7 @@ def test_a_run_leaves_its_record_metrics_and_picture(
     assert (record["seed"], record["target"], record["step"]) == (7, str(task.target), 4)
     assert (record["num_examples"], record["num_tokens"]) == (28, 28 * 20)  # 4 of 32 are held out
     assert len(record["data_hash"]) == 64
-    assert TrainSettings(**read_yaml(tmp_path / "last" / "settings.yaml")) == settings
+    assert TrainSettings(**read_yaml(tmp_path / "last" / "settings.yaml")) == settings.shaped(**NEW_DRAFTER)
 
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]

@@ -101,6 +101,12 @@ def load_last(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], TrainSta
     return None
 
 
+def settings_of_last(folder: Path) -> str | None:
+    """The settings, as YAML, that wrote the newest checkpoint; None where there is none."""
+    files = [path / "settings.yaml" for path in checkpoints(folder)]
+    return next((file.read_text() for file in reversed(files) if file.is_file()), None)
+
+
 def checkpoints(folder: Path) -> Sequence[Path]:
     """Checkpoint folders, oldest first."""
     return sorted(folder.glob("step-[0-9]*"))

@@ -3,9 +3,8 @@
     --engine walk    exact for greedy answers of the target, without running it on drafts: acceptance.py
     --engine vllm    the same number from real serving: served.py; --save-answers keeps the answers for a walk
 
-Both take the same cycles, up to near-ties: the walk rounds features to bfloat16. vLLM's tau is a little higher, because
-it counts accepted tokens behind the end of an answer too. Answers that end in a repeating loop flatter every drafter,
-so tau is also given without them.
+Both take the same cycles, up to near-ties of two draft tokens. Answers that end in a repeating loop flatter every
+drafter, so tau is also given without them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vllm_dflash.training.acceptance import Acceptance, DocumentAcceptance
 from vllm_dflash.training.atomic import write_atomically
 from vllm_dflash.training.bootstrap import CONFIDENCE, tau_interval
 from vllm_dflash.training.data import Example
-from vllm_dflash.training.loops import answer_start, loop_start
+from vllm_dflash.training.loops import last_answer, loop_start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--engine", choices=("walk", "vllm"), default="walk", help=f"how {shown}")
     parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="default: the whole block")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows of each file")
+    parser.add_argument("--limit", type=_count, metavar="N", help="only the first N rows of each file")
     parser.add_argument("--max-tokens", type=int, default=256, help=f"vllm: tokens per answer {shown}")
     parser.add_argument("--batch-size", type=int, default=8, help=f"vllm: requests at a time {shown}")
     parser.add_argument("--save-answers", metavar="JSONL", help="vllm: keep the answers")
     parser.add_argument("--output", metavar="JSON", help="write the result, for a model card (export --eval-json)")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of rows; leave it out for all.")
+    return number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +93,7 @@ def walk_answers(
     load_tensors(drafter, tensors)
     vocabulary = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     tables = tables_of(target, vocabulary)
-    features = OnlineFeatures(TargetFeatures(target, config.target_layer_ids))
+    features = OnlineFeatures(TargetFeatures(target, config.target_layer_ids, dtype=target.dtype))
     drafter.to(device).eval()
     return measure(drafter, tables, examples, features, default_backend(device), device, num_drafted)
 
@@ -113,23 +119,8 @@ def _by_walk(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     tokenizer = load_tokenizer(options.target)
     examples = [e for path in options.data for e in load_examples([path], tokenizer, 10**9, options.limit)]
-    loops = [loop_start(e.input_ids[answer_start(e) :]) is not None for e in examples]
     acceptance = walk_answers(options.drafter, options.target, examples, options.num_speculative_tokens)
-    looping = {id(d) for d, is_loop in zip(acceptance.documents, loops) if is_loop}
-    tasks = list(dict.fromkeys(d.source for d in acceptance.documents))
-    return [_walked(task, [d for d in acceptance.documents if d.source == task], looping) for task in tasks]
-
-
-def _walked(task: str, documents: list[DocumentAcceptance], looping: set[int]) -> dict[str, Any]:
-    """A task's measurement; `without_loops` is None where every answer ends in one."""
-    without = [d for d in documents if id(d) not in looping]
-    remaining = _of_documents(task, Acceptance(without)) if without else None
-    return _of_documents(task, Acceptance(documents)) | {"without_loops": remaining}
-
-
-def _of_documents(task: str, acceptance: Acceptance) -> dict[str, Any]:
-    accepted = [sum(d.runs) for d in acceptance.documents]
-    return _task(task, len(accepted), accepted, [len(d.runs) for d in acceptance.documents], acceptance.by_position)
+    return _by_task(acceptance.documents, [last_answer(e) for e in examples])
 
 
 def _by_serving(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -149,14 +140,17 @@ def _by_serving(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     if options.save_answers:
         write_answers(Path(options.save_answers), served)
+    return _by_task([one.acceptance for one in served], [one.answer["response_ids"] for one in served])
+
+
+def _by_task(documents: Sequence[DocumentAcceptance], answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Each task's measurement; `without_loops` is None where every answer ends in one."""
     tasks = []
-    for task in dict.fromkeys(batch.task for batch in served):
-        batches = [b for b in served if b.task == task]
-        answers = [row["response_ids"] for b in batches for row in b.answers]
-        cycles = [b.num_cycles for b in batches]
-        by_position = [sum(counts) / max(sum(cycles), 1) for counts in zip(*(b.accepted_by_position for b in batches))]
-        found = _task(task, len(answers), [b.num_accepted for b in batches], cycles, by_position)
-        tasks.append(found | {"loops": sum(loop_start(answer) is not None for answer in answers)})
+    for task in dict.fromkeys(d.source for d in documents):
+        pairs = [(d, loop_start(answer) is not None) for d, answer in zip(documents, answers) if d.source == task]
+        without = [d for d, is_loop in pairs if not is_loop]
+        remaining = _task(task, without) if without else None
+        tasks.append(_task(task, [d for d, _ in pairs]) | {"without_loops": remaining})
     return tasks
 
 
@@ -187,17 +181,16 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _task(
-    task: str, n: int, accepted: Sequence[int], cycles: Sequence[int], by_position: Sequence[float]
-) -> dict[str, Any]:
-    interval = tau_interval(accepted, cycles)
+def _task(task: str, documents: Sequence[DocumentAcceptance]) -> dict[str, Any]:
+    acceptance = Acceptance(list(documents))
+    interval = tau_interval([sum(d.runs) for d in documents], [len(d.runs) for d in documents])
     return {
         "task": task,
-        "n": n,
-        "tau": 1 + sum(accepted) / max(sum(cycles), 1),
+        "n": len(documents),
+        "tau": acceptance.tau,
         "interval": None if interval is None else list(interval),
-        "cycles": sum(cycles),
-        "by_position": [round(p, 4) for p in by_position],
+        "cycles": acceptance.num_cycles,
+        "by_position": [round(p, 4) for p in acceptance.by_position],
     }
 
 

@@ -36,7 +36,8 @@ _RESERVE = 512 * 2**20
 class FeatureSource:
     """What features are of."""
 
-    target: str
+    target: str  # its name, to be read
+    fingerprint: str  # what tells it from other targets
     target_layer_ids: tuple[int, ...]
     feature_size: int  # F * hidden
     top_k: int
@@ -49,9 +50,10 @@ class FeatureSource:
 
     def provides(self, wanted: FeatureSource) -> bool:
         """Are features of this kind all that is wanted? More soft labels than wanted, or unwanted ones, do no harm."""
+        own = replace(self, target=wanted.target)
         if not wanted.top_k:
-            return replace(self, top_k=0, vocabulary_hash="") == replace(wanted, vocabulary_hash="")
-        return self.top_k >= wanted.top_k and replace(self, top_k=wanted.top_k) == wanted
+            return replace(own, top_k=0, vocabulary_hash="") == replace(wanted, vocabulary_hash="")
+        return own.top_k >= wanted.top_k and replace(own, top_k=wanted.top_k) == wanted
 
 
 class _Place(NamedTuple):
@@ -141,7 +143,7 @@ def extract(
     todo = list({_key(e): e for e in examples if _key(e) not in index.places}.values())
     if not todo:
         return FeatureCache(folder, source)
-    if index.source != source:
+    if replace(index.source, target=source.target) != source:
         raise _other_features(folder, index.source, source)
     _check_shards(folder, index)
     _check_space(folder, source, todo)

@@ -42,12 +42,10 @@ def loop_start(
     return None if loop is None else loop[0]
 
 
-def answer_start(example: Example) -> int:
-    """Index at which the supervised tokens begin that the example ends in: its last answer."""
-    start = len(example.loss_mask)
-    while start > 0 and example.loss_mask[start - 1]:
-        start -= 1
-    return start
+def last_answer(example: Example) -> list[int]:
+    """The tokens of its last answer, without what a chat template puts behind it unsupervised."""
+    start, end = _last_answer(example)
+    return example.input_ids[start:end]
 
 
 def cut_loop(example: Example) -> Example:
@@ -55,12 +53,23 @@ def cut_loop(example: Example) -> Example:
 
     An example without loop is returned as it is.
     """
-    start = answer_start(example)
-    loop = _find_loop(example.input_ids[start:], MAX_PERIOD, MIN_REPEATS, MIN_TOKENS)
+    start, answer_end = _last_answer(example)
+    loop = _find_loop(example.input_ids[start:answer_end], MAX_PERIOD, MIN_REPEATS, MIN_TOKENS)
     if loop is None:
         return example
     end = start + sum(loop)
     return replace(example, input_ids=example.input_ids[:end], loss_mask=example.loss_mask[:end])
+
+
+def _last_answer(example: Example) -> tuple[int, int]:
+    """Where the last run of supervised tokens begins and ends."""
+    end = len(example.loss_mask)
+    while end > 0 and not example.loss_mask[end - 1]:
+        end -= 1
+    start = end
+    while start > 0 and example.loss_mask[start - 1]:
+        start -= 1
+    return start, end
 
 
 def _find_loop(ids: list[int], max_period: int, min_repeats: int, min_tokens: int) -> tuple[int, int] | None:

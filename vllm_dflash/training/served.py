@@ -1,17 +1,18 @@
-"""tau as vLLM serves it: real requests, real verification, vLLM's own counters."""
+"""tau as vLLM serves it: real requests, real verification, the lengths that vLLM accepted in every cycle of each.
+
+vLLM counts drafted tokens that the target agreed with before it looks for the end of the answer, so also those behind
+it, which nobody gets. They are taken off here; vLLM's own counters (`vllm:spec_decode_*`) keep them.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-_NUM_DRAFTS, _NUM_ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
-_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+from vllm_dflash.training.acceptance import DocumentAcceptance
+from vllm_dflash.training.target_features import load_target_config
 
 
 @dataclass(frozen=True)
@@ -25,29 +26,25 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class ServedBatch:
-    """Some prompts of one task that were served together."""
+class Served:
+    """What became of a prompt."""
 
-    task: str
-    answers: list[dict[str, Any]]  # rows as `regenerate` writes them
-    num_cycles: int
-    num_accepted: int
-    accepted_by_position: list[int]
+    answer: dict[str, Any]  # a row as `regenerate` writes it
+    acceptance: DocumentAcceptance
 
 
 def serve(
     target: str, drafter: str, prompts: Sequence[Prompt], num_drafted: int | None, max_tokens: int, batch_size: int
-) -> list[ServedBatch]:
-    """Have vLLM answer all prompts greedily with DFlash, `batch_size` of a task at a time.
-
-    vLLM counts accepted tokens per engine, not per request, so a batch is the smallest unit that can be told apart.
+) -> list[Served]:
+    """Have vLLM answer all prompts greedily with DFlash, up to `batch_size` at a time.
 
     Raises:
-        ValueError: drafter and target do not fit; see plugin.
+        ValueError: drafter and target do not fit (see plugin), or a prompt is too long for the target.
     """
     import torch
     from vllm import LLM, SamplingParams
 
+    max_model_len = _max_model_len(target, prompts, max_tokens)
     speculative: dict[str, Any] = {"method": "dflash", "model": drafter}
     if num_drafted is not None:
         speculative["num_speculative_tokens"] = num_drafted
@@ -55,46 +52,52 @@ def serve(
         target,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         enforce_eager=not torch.cuda.is_available(),
-        max_model_len=max(len(p.token_ids) for p in prompts) + max_tokens + 32,
+        max_model_len=max_model_len,
         max_num_seqs=batch_size,
-        disable_log_stats=False,
         speculative_config=speculative,
+        per_request_spec_decode_metrics="detailed",
     )
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    served, before = [], _counters(llm)
-    with tqdm(total=len(prompts), unit="prompt") as progress:
-        for batch in _batches(prompts, batch_size):
-            outputs = llm.generate([{"prompt_token_ids": p.token_ids} for p in batch], sampling, use_tqdm=False)
-            after = _counters(llm)
-            change = [b - a for a, b in zip(before, after)]
-            answers = [_row(prompt, output.outputs[0]) for prompt, output in zip(batch, outputs)]
-            served.append(ServedBatch(batch[0].task, answers, change[0], change[1], change[2:]))
-            before = after
-            progress.update(len(batch))
-    return served
+    outputs = llm.generate([{"prompt_token_ids": p.token_ids} for p in prompts], sampling)
+    return [_served(prompt, output.outputs[0]) for prompt, output in zip(prompts, outputs)]
 
 
-def write_answers(path: Path, served: Sequence[ServedBatch]) -> None:
+def write_answers(path: Path, served: Sequence[Served]) -> None:
     """Keep what was served as rows that `eval` and `train` read."""
     import json
 
     from vllm_dflash.training.atomic import write_atomically
 
-    rows = [json.dumps(row) for batch in served for row in batch.answers]
+    rows = [json.dumps(one.answer) for one in served]
     write_atomically(path, lambda temporary: temporary.write_text("\n".join(rows) + "\n"))
 
 
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    by_task = defaultdict(list)
-    for prompt in prompts:
-        by_task[prompt.task].append(prompt)
-    for group in by_task.values():
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
+def without_tokens_behind_the_end(accepted: Sequence[int], answer_len: int) -> tuple[int, ...]:
+    """Accepted tokens of each cycle, less those behind the end of an answer of `answer_len` tokens.
+
+    The first token comes from the prompt's pass, then a cycle with r accepted tokens gives r + 1, the last of which
+    is the target's own.
+    """
+    behind_the_end = 1 + sum(run + 1 for run in accepted) - answer_len
+    if not accepted or behind_the_end <= 0:
+        return tuple(accepted)
+    last = accepted[-1]
+    return (*accepted[:-1], min(last, last + 1 - behind_the_end))
 
 
-def _row(prompt: Prompt, completion: Any) -> dict[str, Any]:
-    return {
+def _max_model_len(target: str, prompts: Sequence[Prompt], max_tokens: int) -> int:
+    limit = load_target_config(target).get_text_config().max_position_embeddings
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    if len(longest.token_ids) >= limit:
+        raise ValueError(
+            f"prompt '{longest.id}' has {len(longest.token_ids)} tokens, but target '{target}' takes {limit} with the "
+            f"answer; leave it out."
+        )
+    return min(len(longest.token_ids) + max_tokens + 32, limit)  # a block has to fit behind the last token
+
+
+def _served(prompt: Prompt, completion: Any) -> Served:
+    answer = {
         "id": prompt.id,
         "source": prompt.task,
         "prompt": prompt.prompt,
@@ -103,13 +106,6 @@ def _row(prompt: Prompt, completion: Any) -> dict[str, Any]:
         "prompt_ids": prompt.token_ids,
         "response_ids": list(completion.token_ids),
     }
-
-
-def _counters(llm: Any) -> list[int]:
-    """Cycles, accepted tokens, and accepted tokens of each slot, since the engine started."""
-    found: dict[str, list[int]] = {_NUM_DRAFTS: [0], _NUM_ACCEPTED: [0], _BY_POSITION: []}
-    for metric in llm.get_metrics():
-        if metric.name in found:
-            values = metric.values if hasattr(metric, "values") else [metric.value]
-            found[metric.name] = [int(v) for v in values]
-    return [*found[_NUM_DRAFTS], *found[_NUM_ACCEPTED], *found[_BY_POSITION]]
+    measured = completion.spec_decode_metrics
+    runs = without_tokens_behind_the_end(measured.per_step_accepted, len(completion.token_ids))
+    return Served(answer, DocumentAcceptance(prompt.id, prompt.task, runs, measured.num_spec_tokens))

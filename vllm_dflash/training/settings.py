@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 #: gamma of the loss decay by block size, as the paper gives it; other sizes: half the block.
 PAPER_LOSS_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
 
-#: Least values of counts; 0 where it stands for something of its own.
+#: Shape of a new drafter where the settings leave it open; a pretrained drafter keeps its own.
+NEW_DRAFTER: dict[str, Any] = {
+    "num_layers": 5,
+    "num_features": 5,
+    "draft_block_size": 16,
+    "in_block_attention": "bidirectional",
+    "sliding_window": 0,
+}
+
+#: What decides which drafter is learnt; a run that is resumed cannot change it.
+_LEARNT = (
+    *("target", "num_layers", "draft_block_size", "num_features", "target_layer_ids", "mask_token_id"),
+    *("draft_vocab_size", "in_block_attention", "sliding_window", "train_lm_head"),
+    *("injection", "target_features", "drafting", "anchors", "optimizer"),
+    *("loss_weight", "loss_decay", "dpace_alpha", "truncate_blocks", "soft_labels", "soft_share", "loss_negatives"),
+)
+
+#: Least values of counts; the least one stands for something of its own in many of them.
 _LEAST = {
     "eval_examples": 0,
     "max_length": 2,
     "max_examples": 0,
-    "num_layers": 1,
-    "num_features": 1,
+    "num_layers": 0,
+    "num_features": 0,
+    "draft_block_size": 0,
     "draft_vocab_size": 0,
-    "sliding_window": 0,
+    "sliding_window": -1,
     "max_anchors": 1,
     "loss_decay": 0,
     "soft_labels": 0,
@@ -56,17 +74,21 @@ class TrainSettings:
     max_examples: int = _setting(0, "use only so many examples; 0: all")
     from_pretrained: str = _setting("", "drafter to start from (z-lab or speculators format)")
 
-    # The drafter
-    num_layers: int = _setting(5, "layers of the drafter")
-    draft_block_size: int = _setting(16, "anchor and masks", "--block-size")
-    num_features: int = _setting(5, "target layers read, spread by the paper's rule")
+    # The drafter; what is left open is the paper's, or that of --from-pretrained
+    num_layers: int = _setting(0, "layers of the drafter; 0: 5")
+    draft_block_size: int = _setting(0, "anchor and masks; 0: 16, or the pretrained drafter's", "--block-size")
+    num_features: int = _setting(0, "target layers read, spread by the paper's rule; 0: 5")
     target_layer_ids: tuple[int, ...] = _setting((), "target layers read, 0 is the first; default: the paper's rule")
     mask_token_id: int = _setting(-1, "mask token; -1: the tokenizer's, else an unused token")
     draft_vocab_size: int = _setting(0, "tokens the drafter can draft, those the data has most; 0: all")
-    in_block_attention: Literal["bidirectional", "causal"] = _setting(
-        "bidirectional", "causal: a slot does not depend on how many follow, so one drafter serves every K exactly"
+    in_block_attention: Literal["auto", "bidirectional", "causal"] = _setting(
+        "auto",
+        "causal: a slot does not depend on how many follow, so one drafter serves every K exactly; auto: "
+        "bidirectional, or the pretrained drafter's",
     )
-    sliding_window: int = _setting(0, "attention window of all draft layers, tokens; 0: full attention")
+    sliding_window: int = _setting(
+        -1, "attention window of all draft layers, tokens; 0: full attention; -1: full, or the pretrained drafter's"
+    )
     train_lm_head: bool = _setting(False, "give the drafter an LM head of its own, started from the target's")
     initialisation: Literal["target", "random"] = _setting("target", "of layers and final norm (not in the paper)")
     fc_initialisation: Literal["last-feature", "scaled", "random"] = _setting(
@@ -131,12 +153,12 @@ class TrainSettings:
             self._require(getattr(self, name) >= least, name, f"it must be at least {least}")
         for name in ("lr", "epochs", "max_grad_norm"):
             self._require(getattr(self, name) > 0, name, "it must be above 0")
-        self._require(self.draft_block_size >= 2, "draft_block_size", "a block is an anchor and at least one mask")
+        self._require(self.draft_block_size != 1, "draft_block_size", "a block is an anchor and at least one mask")
         self._require(0 <= self.soft_share <= 1, "soft_share", "it is a share, 0 to 1")
         self._require(0 <= self.dpace_alpha <= 1, "dpace_alpha", "it is a share, 0 to 1")
         self._require(0 <= self.warmup_ratio <= 1, "warmup_ratio", "it is a share, 0 to 1")
         self._require(
-            not self.truncate_blocks or self.in_block_attention == "causal",
+            not self.truncate_blocks or self.in_block_attention != "bidirectional",
             "truncate_blocks",
             "it needs --in-block-attention causal: in a bidirectional block every slot depends on how many there are",
         )
@@ -144,6 +166,15 @@ class TrainSettings:
     def _require(self, holds: bool, name: str, repair: str) -> None:
         if not holds:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {repair}.")
+
+    def shaped(self, **shape: Any) -> TrainSettings:
+        """These settings with what they leave open about the drafter's shape taken from `shape`.
+
+        Args:
+            shape: values by the names of `NEW_DRAFTER`.
+        """
+        blank = {name: TrainSettings.__dataclass_fields__[name].default for name in shape}
+        return replace(self, **{name: value for name, value in shape.items() if getattr(self, name) == blank[name]})
 
     @property
     def effective_loss_decay(self) -> float:
@@ -196,6 +227,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ValueError(f"'{path}' has no setting {key!r}; known settings: {', '.join(hints)}.")
         values[name] = _checked(path, name, value, hints[name])
     return values
+
+
+def differences(settings: TrainSettings, earlier: str) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide what is learnt and are not those of an earlier run: name -> (earlier, now).
+
+    Args:
+        earlier: that run's settings as YAML. How long and how fast it learns, where and what it writes may change.
+    """
+    import yaml
+
+    now, before = yaml.safe_load(to_yaml(settings)), yaml.safe_load(earlier)
+    return {n: (before[n], now[n]) for n in _LEARNT if n in before and before[n] != now[n]}
 
 
 def to_yaml(settings: TrainSettings) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_dflash.config import DFlashConfig
 from vllm_dflash.training.chat import load_tokenizer
-from vllm_dflash.training.checkpoint import checkpoints
+from vllm_dflash.training.checkpoint import checkpoints, settings_of_last
 from vllm_dflash.training.data import Example, load_examples
 from vllm_dflash.training.dialects import to_z_lab
 from vllm_dflash.training.examples import FeatureReader, OnlineFeatures, hold_out
@@ -23,9 +23,15 @@ from vllm_dflash.training.initialise import drafter_config, feature_rms, find_ma
 from vllm_dflash.training.model import Drafter, Variant
 from vllm_dflash.training.pretrained import import_drafter
 from vllm_dflash.training.run_record import run_record
-from vllm_dflash.training.settings import TrainSettings
+from vllm_dflash.training.settings import NEW_DRAFTER, TrainSettings, differences
 from vllm_dflash.training.step import TargetTables, tables_of
-from vllm_dflash.training.target_features import TargetFeatures, load_target, load_target_config, target_shape
+from vllm_dflash.training.target_features import (
+    TargetFeatures,
+    fingerprint,
+    load_target,
+    load_target_config,
+    target_shape,
+)
 from vllm_dflash.training.trainer import Run, load_tensors
 from vllm_dflash.training.vocabulary import coverage, from_d2t, most_frequent_tokens
 
@@ -48,7 +54,8 @@ def prepare_run(settings: TrainSettings, device: torch.device) -> Run:
     _check_output(settings)
     tokenizer = load_tokenizer(settings.target)
     pretrained = import_drafter(settings.from_pretrained) if settings.from_pretrained else None
-    config = _config(settings, load_target_config(settings.target), pretrained)
+    settings, config = _shape(settings, load_target_config(settings.target), pretrained)
+    _check_resumed(settings)
     examples, held_out = _examples(settings, tokenizer)
     target = load_target(settings.target, device)
     if pretrained is None and settings.mask_token_id < 0:
@@ -74,6 +81,18 @@ def _check_output(settings: TrainSettings) -> None:
         )
 
 
+def _check_resumed(settings: TrainSettings) -> None:
+    """Refuse to go on with a run as if it had been another."""
+    earlier = settings_of_last(Path(settings.output)) if settings.resume else None
+    changed = differences(settings, earlier) if earlier else {}
+    if changed:
+        pairs = ", ".join(f"{name} {before!r}, now {now!r}" for name, (before, now) in changed.items())
+        raise ValueError(
+            f"--output '{settings.output}' holds a run with other settings ({pairs}); give the same to go on with it, "
+            f"or another folder, and --from-pretrained '{settings.output}/last' to start from what it learnt."
+        )
+
+
 def _examples(settings: TrainSettings, tokenizer: Any) -> tuple[list[Example], list[Example]]:
     """(training, held out)."""
     if not settings.data:
@@ -91,15 +110,25 @@ def _examples(settings: TrainSettings, tokenizer: Any) -> tuple[list[Example], l
     return hold_out(drafted, settings.eval_examples)
 
 
-def _config(settings: TrainSettings, target_config: Any, pretrained: Pretrained | None) -> DFlashConfig:
-    """The drafter's shape; its mask token is still open where --mask-token-id is -1."""
+def _shape(
+    settings: TrainSettings, target_config: Any, pretrained: Pretrained | None
+) -> tuple[TrainSettings, DFlashConfig]:
+    """Settings with the drafter's shape filled in, and that shape; a mask token of -1 is still open there (0)."""
     if pretrained is None:
+        settings = settings.shaped(**NEW_DRAFTER)
         config = drafter_config(settings, target_config, max(settings.mask_token_id, 0))
     else:
         pretrained[0].check_target(target_shape(settings.target, target_config))
         config = _continued_config(settings, pretrained)
+        settings = settings.shaped(
+            num_layers=config.num_layers,
+            num_features=len(config.target_layer_ids),
+            draft_block_size=config.draft_block_size,
+            in_block_attention="causal" if all(config.layer_causal) else "bidirectional",
+            sliding_window=max(window or 0 for window in config.sliding_windows),
+        )
     # What is not fit to be read back from a checkpoint is refused now.
-    return DFlashConfig.from_dict(to_z_lab(config), config.name)
+    return settings, DFlashConfig.from_dict(to_z_lab(config), config.name)
 
 
 def _vocabulary(
@@ -134,23 +163,38 @@ def _check_head(settings: TrainSettings, tables: TargetTables, pretrained: Pretr
 
 
 def _continued_config(settings: TrainSettings, pretrained: Pretrained) -> DFlashConfig:
-    """A pretrained drafter's shape with what the settings may change about it: block, causality, window, vocabulary."""
+    """A pretrained drafter's shape with what the settings may change about it: block, causality, window, vocabulary.
+
+    Raises:
+        ValueError: the settings ask for what its weights cannot give.
+    """
     config, tensors = pretrained
-    if "d2t" in tensors and settings.draft_vocab_size not in (0, config.draft_vocab_size):
-        raise ValueError(
-            f"drafter '{settings.from_pretrained}' drafts {config.draft_vocab_size} tokens, but --draft-vocab-size is "
-            f"{settings.draft_vocab_size}; leave it out."
-        )
-    is_causal = settings.in_block_attention == "causal"
-    return replace(
-        config,
-        name=settings.output,
-        dialect="z-lab",
-        draft_block_size=settings.draft_block_size,
-        layer_causal=(is_causal,) * config.num_layers,
-        sliding_windows=(settings.sliding_window or None,) * config.num_layers,
-        draft_vocab_size=settings.draft_vocab_size or config.draft_vocab_size,
-    )
+    fixed = {
+        "num_layers": config.num_layers,
+        "num_features": len(config.target_layer_ids),
+        "target_layer_ids": tuple(config.target_layer_ids),
+    }
+    if settings.mask_token_id >= 0:
+        fixed["mask_token_id"] = config.mask_token_id
+    if "d2t" in tensors:
+        fixed["draft_vocab_size"] = config.draft_vocab_size
+    for name, own in fixed.items():
+        asked = getattr(settings, name)
+        if asked != own and asked not in (0, ()):
+            raise ValueError(
+                f"drafter '{settings.from_pretrained}' has {name} {own}, but --{name.replace('_', '-')} is {asked}; "
+                f"leave it out."
+            )
+    changes: dict[str, Any] = {}
+    if settings.draft_block_size:
+        changes["draft_block_size"] = settings.draft_block_size
+    if settings.in_block_attention != "auto":
+        changes["layer_causal"] = (settings.in_block_attention == "causal",) * config.num_layers
+    if settings.sliding_window >= 0:
+        changes["sliding_windows"] = (settings.sliding_window or None,) * config.num_layers
+    if settings.draft_vocab_size:
+        changes["draft_vocab_size"] = settings.draft_vocab_size
+    return replace(config, name=settings.output, dialect="z-lab", **changes)
 
 
 def _features(
@@ -161,6 +205,7 @@ def _features(
         return OnlineFeatures(reader)
     source = FeatureSource(
         target=settings.target,
+        fingerprint=fingerprint(target),
         target_layer_ids=config.target_layer_ids,
         feature_size=len(config.target_layer_ids) * config.target_hidden_size,
         top_k=settings.soft_labels,

@@ -5,13 +5,14 @@
     top_logprobs[t] = their log-probabilities, normalised over that vocabulary
 
 Sequences are padded on the right and no attention mask is needed: in a causal model padding cannot be seen.
-Features are kept in bf16. fp16 would not do: the first token's state is a thousand times the others' (SmolLM2: RMS
-1040 against 6 to 27), and fp16 spends its precision where it is not needed.
+Features are kept in bf16 for training. fp16 would not do: the first token's state is a thousand times the others'
+(SmolLM2: RMS 1040 against 6 to 27), and fp16 spends its precision where it is not needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,15 @@ from torch import Tensor, nn
 
 from vllm_dflash.config import TargetShape
 
+#: Values of each parameter that go into a target's fingerprint.
+_VALUES_HASHED = 64
+
 
 @dataclass(frozen=True)
 class SequenceFeatures:
     """One sequence of T tokens as the target sees it."""
 
-    features: Tensor  # [T, F * hidden] bf16
+    features: Tensor  # [T, F * hidden]
     top_ids: Tensor | None  # [T, k] int32, target token ids
     top_logprobs: Tensor | None  # [T, k] bf16
 
@@ -40,10 +44,21 @@ class TargetFeatures:
         top_k: how many of the target's likeliest tokens to keep for soft labels; 0 stops after the last feature
             layer and keeps none.
         vocabulary: target ids the drafter can draft, [V'] int64; None for all.
+        dtype: of the features. Training rounds them to bf16, as the cache keeps them; a measurement does as serving
+            does and takes the target's own.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], top_k: int = 0, vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        top_k: int = 0,
+        vocabulary: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.model, self.layer_ids, self.top_k = model.eval().requires_grad_(False), tuple(layer_ids), top_k
+        self.dtype = dtype
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._decoder = model.get_decoder()
         head = model.get_output_embeddings().weight
         self._vocabulary = None if vocabulary is None else vocabulary.to(head.device)
@@ -65,14 +80,17 @@ class TargetFeatures:
         # The hooks are there for this pass only: the same model also generates answers and gives a drafter its start.
         with self._capturing(captured), contextlib.suppress(_EnoughError):
             final = self._decoder(input_ids=batch.to(self.device), use_cache=False).last_hidden_state
-        features = torch.cat([captured[i] for i in self.layer_ids], dim=-1).bfloat16()
+        features = torch.cat([captured[i] for i in self.layer_ids], dim=-1).to(self.dtype)
         finals = [None] * len(sequences) if final is None else final
         return [self._of_row(features[row], finals[row], len(ids)) for row, ids in enumerate(sequences)]
 
     def _of_row(self, features: Tensor, final: Tensor | None, length: int) -> SequenceFeatures:
         ids = logprobs = None
         if final is not None:
-            values, ids = (final[:length] @ self._head.T).float().log_softmax(-1).topk(self.top_k)
+            logits = (final[:length] @ self._head.T).float()
+            if self._softcap:  # Gemma's; it changes the probabilities
+                logits = self._softcap * torch.tanh(logits / self._softcap)
+            values, ids = logits.log_softmax(-1).topk(self.top_k)
             if self._vocabulary is not None:
                 ids = self._vocabulary[ids]
             ids, logprobs = ids.int(), values.bfloat16()
@@ -106,6 +124,17 @@ def load_target(name: str, device: torch.device) -> Any:
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+
+
+def fingerprint(model: Any) -> str:
+    """A hash that tells targets apart, whatever they are called: of some values of every parameter, as bf16."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // _VALUES_HASHED)][:_VALUES_HASHED]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(some.bfloat16().cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_target_config(name: str) -> Any:
