@@ -13,7 +13,7 @@ vllm-dflash regenerate --target "$target" --data "$prompts" --output "$work/answ
   --max-tokens 1024 --max-length 32768 --batch-size 32
 
 vllm-dflash train --target "$target" --data "$work/answers.jsonl" --output "$work/run" \
-  --from-pretrained "$drafter" --draft-block-size 16 --max-length 32768 --max-anchors 512 \
+  --from-pretrained "$drafter" --max-length 32768 --max-anchors 512 \
   --lr 1e-4 --epochs 3 --batch-size 1 --accumulation-steps 8 --eval-steps 100 --checkpoint-steps 100
 
 vllm-dflash export --checkpoint "$work/run/best" --output "$work/drafter" --target "$target"
