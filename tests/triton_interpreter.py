@@ -2,8 +2,10 @@
 
 The interpreter of triton 3.9 holds bfloat16 as raw uint16 and hands those bits to numpy: sums, products, maxima and
 `tl.dot` are silently wrong, and float32 is cut instead of rounded on its way to bfloat16. Here operations on bfloat16
-are computed in float32 and rounded to nearest even, as a GPU does. Some `libdevice` functions, which the interpreter
-leaves empty, get numpy's. `kernels/test_interpreter.py` says when a triton release makes this needless or breaks it.
+are computed in float32 and rounded to nearest even, as a GPU does. The 8-bit formats are converted by way of float32
+too, rounded to nearest even and, as a GPU does, to the largest finite value where that is exceeded. Some `libdevice`
+functions, which the interpreter leaves empty, get numpy's. `kernels/test_interpreter.py` says when a triton release
+makes this needless or breaks it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
@@ -18,6 +21,8 @@ from triton.runtime import interpreter
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift}
 LIBDEVICE = {"exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "tanh": np.tanh}
+
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz, tl.float8e5: torch.float8_e5m2}
 
 Handle = interpreter.TensorHandle
 
@@ -41,6 +46,20 @@ def to_bfloat16(values: np.ndarray) -> Any:
     return Handle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded), tl.bfloat16)
 
 
+def from_fp8(handle: Any) -> Any:
+    """A float32 handle of values in an 8-bit format."""
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.uint8))
+    return Handle(bits.view(FP8[handle.dtype.scalar]).float().numpy(), tl.float32)
+
+
+def to_fp8(values: np.ndarray, to: Any) -> Any:
+    """A handle in an 8-bit format of float32 values."""
+    dtype = FP8[to]
+    largest = torch.finfo(dtype).max
+    clamped = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-largest, largest)
+    return Handle(clamped.to(dtype).view(torch.uint8).numpy(), to)
+
+
 def install() -> None:
     """Replace what is wrong for bfloat16 in the interpreter. Calling it again changes nothing."""
     builder: Any = interpreter.InterpreterBuilder
@@ -62,6 +81,13 @@ def install() -> None:
         return cast(self, source, to)
 
     def create_fp_to_fp(self: Any, source: Any, to: Any, rounding: Any) -> Any:
+        if source.dtype.scalar in FP8:
+            return (
+                create_fp_to_fp(self, from_fp8(source), to, rounding) if to.scalar != tl.float32 else from_fp8(source)
+            )
+        if to.scalar in FP8:
+            wide = source if source.dtype.scalar == tl.float32 else create_fp_to_fp(self, source, tl.float32, rounding)
+            return to_fp8(wide.data, to.scalar)
         if tl.bfloat16 in (source.dtype.scalar, to.scalar):
             return cast_impl(self, source, to)
         return fp_to_fp(self, source, to, rounding)

@@ -59,7 +59,7 @@ def best_config(
     known = _chosen.get((kernel, shape))
     if known is not None and known in configs:
         return known
-    if _table is None or torch.cuda.is_current_stream_capturing():
+    if _table is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return configs[0]
     found = _table.read(kernel, shape)
     if found is None or found not in configs:

@@ -5,7 +5,8 @@
 Each `launches_<kernel>.py` beside this file gives `LAUNCHES`: name -> function that calls a launcher of
 `vllm_dflash.triton_kernels` with tensors on the meta device. A driver without a device answers for the GPU, and a
 launch only compiles; so arguments get the very specialisation (alignment, buffer size) that they get on a GPU.
-One JSON object per compiled kernel goes to standard output. It needs a process of its own, without TRITON_INTERPRET.
+One JSON object per compiled kernel goes to standard output, or with --csv a table of all to a file. It needs a process
+of its own, without TRITON_INTERPRET.
 
 `Meta` tensors have address 0, which counts as aligned to 16 bytes, as torch's own allocations are.
 """
@@ -19,16 +20,18 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # the default turns in triton 3.10
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
+import csv  # noqa: E402
 import importlib  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import triton  # noqa: E402
+from candidates import QUICK_VARIABLE  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -86,7 +89,9 @@ def compiling_for(name: str) -> Iterator[list[dict[str, Any]]]:
         with contextlib.redirect_stdout(log):
             self.device_caches.clear()
             compiled = run(self, *args, grid=grid, warmup=True, **options)
-        reports.append({"kernel": self.fn.__name__, "target": name} | report(compiled, log.getvalue(), name))
+        tiles = {key: value for key, value in options.items() if key.endswith("_TILE") or key in ("TILE", "SPLIT_K")}
+        launched = {"kernel": self.fn.__name__, "target": name, "tiles": tiles}
+        reports.append(launched | report(compiled, log.getvalue(), name))
         return compiled
 
     JITFunction.run = compile_only
@@ -129,9 +134,11 @@ def _count(patterns: dict[str, str], text: str) -> dict[str, int]:
 
 def compile_all(kernel: str, targets: list[str]) -> Iterator[dict[str, Any]]:
     """Reports of every launch of a kernel file on every target."""
-    launches = importlib.import_module(f"launches_{kernel}").LAUNCHES
+    module = importlib.import_module(f"launches_{kernel}")
+    cases = getattr(module, "QUICK", module.LAUNCHES) if os.environ.get(QUICK_VARIABLE) == "1" else module.LAUNCHES
     for target in targets:
-        for case, launch in launches.items():
+        for case in cases:
+            launch = module.LAUNCHES[case]
             with compiling_for(target) as reports:
                 launch()
             assert reports, f"{kernel} {case}: nothing was launched"
@@ -139,17 +146,43 @@ def compile_all(kernel: str, targets: list[str]) -> Iterator[dict[str, Any]]:
                 yield {"file": kernel, "case": case} | one
 
 
+def write_csv(file: Path, reports: Iterable[dict[str, Any]]) -> None:
+    """The table of compiled kernels, in place of what was there; a row is written as soon as it is known."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seen: set[tuple[Any, ...]] = set()  # a case may launch the same merge for each of its configurations
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        for one in reports:
+            counted = ("tiles", "tensor_core", "memory")
+            texts = {name: " ".join(f"{key}={n}" for key, n in one[name].items()) for name in counted}
+            row = one | texts | {"triton": triton.__version__}
+            values = tuple(row.values())
+            if not seen:
+                writer.writerow(row)
+            if values not in seen:
+                seen.add(values)
+                writer.writerow(values)
+                stream.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help="default: all that have launches here")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--quick", action="store_true", help="some cases, and only the safe configuration of each")
+    parser.add_argument("--csv", type=Path, help="write a table instead")
     options = parser.parse_args()
+    if options.quick:
+        os.environ[QUICK_VARIABLE] = "1"
     here = Path(__file__).parent
     kernels = options.kernels or sorted(path.stem.removeprefix("launches_") for path in here.glob("launches_*.py"))
     sys.path.insert(0, str(here))
-    for kernel in kernels:
-        for one in compile_all(kernel, options.targets):
-            print(json.dumps(one), flush=True)
+    reports = (one for kernel in kernels for one in compile_all(kernel, options.targets))
+    if options.csv is not None:
+        write_csv(options.csv, reports)
+        return
+    for one in reports:
+        print(json.dumps(one), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,3 +39,26 @@ def test_bfloat16_is_computed_as_torch_computes_it():
     assert torch.allclose(dot, a.float() @ b.float(), atol=1e-5)
     assert torch.allclose(total, a.float().sum(dim=1), atol=1e-5)
     assert best.tolist() == a.argmax(dim=1).tolist()
+
+
+@triton.jit
+def _fp8_kernel(values_ptr, out_ptr, back_ptr, SIZE: tl.constexpr, FP8: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    narrow = tl.load(values_ptr + place).to(FP8)
+    tl.store(out_ptr + place, narrow.to(tl.uint8, bitcast=True))
+    tl.store(back_ptr + place, narrow.to(tl.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "dtype"), [(tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e4b8, torch.float8_e4m3fnuz)]
+)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_eight_bit_formats_are_rounded_to_nearest_and_saturate(fp8, dtype, source):
+    largest = torch.finfo(dtype).max
+    values = torch.linspace(-20, 20, 256).to(source)
+    values[:2] = torch.tensor([1e4, -1e4], dtype=source)
+    out, back = torch.empty(256, dtype=torch.uint8), torch.empty(256, dtype=torch.bfloat16)
+    _fp8_kernel[(1,)](values, out, back, SIZE=256, FP8=fp8)
+    expected = values.float().clamp(-largest, largest).to(dtype)
+    assert torch.equal(out, expected.view(torch.uint8))
+    assert torch.equal(back, expected.bfloat16())
