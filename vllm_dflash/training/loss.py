@@ -10,7 +10,8 @@
                 logarithm of how many tokens each of them stands for, so that the sum over the vocabulary stays unbiased
 
 The target's head is frozen, so the gradient of each slot's loss with respect to its hidden state is known as soon as
-its logits are, chunk by chunk in the forward pass. A head that is trained goes through checkpointing instead.
+its logits are, chunk by chunk in the forward pass. A head that is trained goes through checkpointing instead. On a GPU
+`triton_kernels.draft_loss` does the same with a kernel between the products.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-#: Slots per chunk: with a vocabulary of 50,000 a chunk's logits take 100 MB in float32.
+from vllm_dflash.triton_kernels import draft_loss as kernels
+
+#: Slots per chunk without kernel: with a vocabulary of 50,000 a chunk's logits take 100 MB in float32.
 CHUNK = 512
 
 WeightRule = Literal["uniform", "decay", "dpace"]
@@ -52,12 +55,11 @@ def slot_cross_entropy(
 
     Args:
         hidden: [N, hidden].
-        head: [C, hidden]; where it requires a gradient it gets one.
+        head: [C, hidden] of any float type; where it requires a gradient it gets one.
         offsets: [C] added to the logits.
     """
-    if head.requires_grad:
-        return _checkpointed(hidden, head, labels, offsets)
-    return _FrozenHeadCrossEntropy.apply(hidden, head, labels.columns, labels.probabilities, labels.hard, offsets)
+    run = kernels.draft_loss if kernels.has_kernel(hidden) else _draft_loss
+    return run(hidden, head, labels.columns, labels.probabilities, labels.hard, offsets)
 
 
 def slot_weights(rule: WeightRule, losses: Tensor, mask: Tensor, gamma: float, alpha: float) -> Tensor:
@@ -106,6 +108,15 @@ def draw_candidates(used: Tensor, vocab_size: int, num_negatives: int, generator
     standing_for = torch.tensor(max(len(others), 1) / max(len(drawn), 1)).log()
     offsets = torch.where(is_used[tokens], 0.0, standing_for)
     return Candidates(tokens.to(used.device), offsets.to(used.device))
+
+
+def _draft_loss(
+    hidden: Tensor, head: Tensor, columns: Tensor, probabilities: Tensor, hard: Tensor, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the kernel's `draft_loss` does, by torch's operations on chunks of slots."""
+    if head.requires_grad:
+        return _checkpointed(hidden, head, SlotLabels(columns, probabilities, hard), offsets)
+    return _FrozenHeadCrossEntropy.apply(hidden, head.to(hidden.dtype), columns, probabilities, hard, offsets)
 
 
 class _FrozenHeadCrossEntropy(torch.autograd.Function):

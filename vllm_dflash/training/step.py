@@ -31,7 +31,8 @@ class TargetTables:
     @property
     def target_ids(self) -> Tensor:
         """Target token of each draft token, [draft vocabulary] int64."""
-        return (self.column >= 0).nonzero()[:, 0]
+        drafted = (self.column >= 0).nonzero()[:, 0]
+        return drafted[self.column[drafted].argsort()]  # d2t of a checkpoint need not increase
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def row_loss(
     anchors = draw_anchors(row, settings.max_anchors, settings.draft_block_size, settings.anchors, generator)
     blocks = make_blocks(row, anchors, length)
     hidden = drafter(row, blocks, tables.embedding, backend)  # [A, length - 1, hidden]
-    mask = blocks.label_mask & (tables.column[blocks.labels] >= 0)
+    # Serving never gets past a token that the drafter cannot draft, so slots behind one are not worth learning.
+    can_draft = tables.column[blocks.labels] >= 0
+    mask = blocks.label_mask & (can_draft | ~blocks.label_mask).long().cumprod(1).bool()
     head = _own_head(drafter)
     losses, correct = _score(hidden[mask], row, blocks, mask, tables, head, settings, generator)
     slot_losses = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, losses)
@@ -103,7 +106,7 @@ def _score(
     settings: TrainSettings,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    head = tables.head.to(hidden.dtype) if own_head is None else own_head
+    head = tables.head if own_head is None else own_head
     labels = _labels(row, blocks, mask, tables, settings.soft_share if settings.soft_labels else 0.0)
     offsets = None
     if settings.loss_negatives:
