@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
 	done; echo python3)
 
-.PHONY: help setup demo test test-slow check format bench-serving profile-cycle clean
+.PHONY: help setup demo test test-slow check format bench-serving bench-draft-length profile-cycle bench-kernels kernel-report clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -36,8 +36,18 @@ format: setup ## Format the code and fix what ruff can fix
 bench-serving: setup ## Measure serving with and without DFlash
 	.venv/bin/python bench/bench_serving.py
 
+bench-draft-length: setup ## Measure draft length decided in every step, at several loads
+	.venv/bin/python bench/bench_draft_length.py
+
 profile-cycle: setup ## Say where the time of one draft-verify cycle goes
 	.venv/bin/python bench/profile_cycle.py
+
+bench-kernels: setup ## Time the kernels on a GPU; without one, run each once in Triton's interpreter
+	.venv/bin/python bench/bench_kernels.py
+	.venv/bin/python bench/floors.py
+
+kernel-report: setup ## Compile the kernels for four GPUs that need not be here; registers, spills, shared memory
+	.venv/bin/python tests/kernels/ahead_of_time.py --csv bench/results/compiled_kernels.csv
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks build dist *.egg-info

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,36 @@ def main() -> None:
     options = parser.parse_args()
     set_environment()
 
-    engines = start_engines(options)
+    kinds = {"plain": Kind(None, enabled=False)}
+    for num_drafted in options.num_speculative_tokens:
+        kinds[f"native K={num_drafted}"] = Kind(num_drafted, enabled=False)
+        kinds[f"ours K={num_drafted}"] = Kind(num_drafted, draft_length="fixed")
+    engines = start_engines(kinds, options)
     rows = []
     for concurrency in options.concurrency:
-        rates = measure(engines, concurrency, options)
+        rates = measure(engines, concurrency, options, lambda n, c=concurrency: [question(n, i) for i in range(c)])
         rows += summarise(rates, concurrency, options)
     append_csv("serving", rows)
     print_table(rows)
 
 
-def start_engines(options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kind:
+    """An engine: K, None for no speculation, and our settings."""
+
+    num_drafted: int | None
+    enabled: bool = True
+    draft_length: str = "auto"
+
+
+def start_engines(kinds: dict[str, Kind], options: argparse.Namespace) -> dict[str, Any]:
+    """The engines, all of one target and drafter, alive together."""
     from vllm import LLM
 
     from vllm_dflash.targets import target_folder
 
-    def start(num_drafted: int | None, enabled: bool) -> Any:
-        speculative = {"method": "dflash", "model": options.drafter, "num_speculative_tokens": num_drafted}
+    def start(kind: Kind) -> Any:
+        speculative = {"method": "dflash", "model": options.drafter, "num_speculative_tokens": kind.num_drafted}
         return LLM(
             str(target_folder("smollm2")),
             dtype=options.dtype,
@@ -54,26 +70,28 @@ def start_engines(options: argparse.Namespace) -> dict[str, Any]:
             max_model_len=512,
             max_num_seqs=max(options.concurrency),
             enable_prefix_caching=False,
-            speculative_config=speculative if num_drafted else None,
-            additional_config={"dflash": {"enabled": enabled}},
+            speculative_config=speculative if kind.num_drafted else None,
+            additional_config={"dflash": {"enabled": kind.enabled, "draft_length": kind.draft_length}},
             use_tqdm_on_load=False,
         )
 
-    engines = {"plain": start(None, False)}
-    for num_drafted in options.num_speculative_tokens:
-        engines[f"native K={num_drafted}"] = start(num_drafted, False)
-        engines[f"ours K={num_drafted}"] = start(num_drafted, True)
-    return engines
+    return {name: start(kind) for name, kind in kinds.items()}
 
 
-def measure(engines: dict[str, Any], concurrency: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens per second of each engine in each round; raises if texts differ."""
+def measure(
+    engines: dict[str, Any], concurrency: int, options: argparse.Namespace, ask: Callable[[int], list[str]]
+) -> dict[str, list[float]]:
+    """Tokens per second of each engine in each round; raises if texts differ.
+
+    Args:
+        ask: the questions of a round, `concurrency` of them.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(options.rounds + 1):  # the first one warms up
-        conversations = [[{"role": "user", "content": question(round_number, i)}] for i in range(concurrency)]
+        conversations = [[{"role": "user", "content": text}] for text in ask(round_number)]
         texts = []
         # Reversing every other round keeps a slow drift of the machine from favouring one place in the order.
         for name in list(engines)[:: 1 if round_number % 2 else -1]:

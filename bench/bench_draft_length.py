@@ -1,0 +1,82 @@
+"""Draft length decided in every step, beside plain vLLM, fixed K and vLLM's native DFlash, at several loads.
+
+    python bench/bench_draft_length.py                                     # questions made here
+    python bench/bench_draft_length.py --data gsm8k.jsonl mt_bench.jsonl   # rows with 'prompt'; a task per file
+
+All engines are alive at once and answer the same prompts in turn, as in bench_serving.py. Reported is the median over
+rounds of each engine's tokens per second divided by plain vLLM's in the same round, with the range; and for ours by
+the best fixed K of the cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_serving import Kind, measure, start_engines
+from setting import DRAFTER, append_csv, circumstances, question, set_environment
+
+AUTO = "ours, auto"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", default=[], metavar="JSONL")
+    parser.add_argument("--drafter", default=str(DRAFTER))
+    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 3, 7], metavar="K")
+    parser.add_argument("--native", type=int, default=7, metavar="K", help="vLLM's default: the whole block")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    set_environment()
+
+    kinds = {"plain": Kind(None, enabled=False), "native": Kind(options.native, enabled=False)}
+    kinds |= {f"ours, K={k}": Kind(k, draft_length="fixed") for k in options.fixed}
+    kinds[AUTO] = Kind(max(options.fixed))
+    engines = start_engines(kinds, options)
+    rows = []
+    for task, ask in tasks(options.data).items():
+        for concurrency in options.concurrency:
+            rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c))
+            cell = {"task": task, "concurrency": concurrency} | ratios(rates)
+            print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
+            facts = {"rounds": options.rounds, "max_tokens": options.max_tokens, "dtype": options.dtype}
+            rows.append(cell | facts | {"drafter": Path(options.drafter).name} | circumstances())
+    append_csv("draft_length", rows)
+
+
+def tasks(files: list[str]) -> dict[str, Callable[[int, int], list[str]]]:
+    """Task -> the questions of a round at a concurrency, new ones in every round."""
+    if not files:
+        return {"arithmetic": lambda round_number, n: [question(round_number, i) for i in range(n)]}
+    return {Path(file).stem: _from_file(Path(file)) for file in files}
+
+
+def _from_file(file: Path) -> Callable[[int, int], list[str]]:
+    prompts = [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+    short = [prompt for prompt in prompts if len(prompt) < 1200]  # with the answer within 512 tokens
+    return lambda round_number, n: [short[(round_number * n + i) % len(short)] for i in range(n)]
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Median and range of each engine over plain, and of ours over the best fixed K of this cell."""
+    cell: dict[str, Any] = {}
+    for name, mine in rates.items():
+        over_plain = [a / b for a, b in zip(mine, rates["plain"])]
+        if name != "plain":
+            cell[name] = f"{statistics.median(over_plain):.3f}"
+            cell[f"{name} range"] = f"{min(over_plain):.2f}-{max(over_plain):.2f}"
+    fixed = [name for name in rates if name.startswith("ours, K=")]
+    best = max(fixed, key=lambda name: float(cell[name]))
+    over_best = [a / b for a, b in zip(rates[AUTO], rates[best])]
+    return cell | {"best fixed": best, "auto over best fixed": f"{statistics.median(over_best):.3f}"}
+
+
+if __name__ == "__main__":
+    main()

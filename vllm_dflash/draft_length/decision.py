@@ -1,0 +1,35 @@
+"""What the controller hands out and gets back: a plan before the draft pass, a decision after it.
+
+Both are values: the caller holds them, so that nothing has to pair up inside the controller, and a pipeline that learns
+of outcomes some steps later keeps a queue of decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Which requests of a step get a draft pass, and for how many positions the LM head is computed."""
+
+    drafting: np.ndarray  # [D] int64 indices into the step's requests, increasing; empty = no draft pass
+    num_positions: int  # P; 0 where nothing is drafted
+    request_ids: tuple[str, ...]  # [R]
+    context_lens: np.ndarray  # [R]
+    caps: np.ndarray  # [D] most tokens that each drafting request may verify, at most P
+    fixed: np.ndarray  # [D] bool, rows whose length does not depend on the batch: it is their cap
+    is_probe: bool  # drafted to learn, although it is not expected to pay
+    step: int
+
+
+@dataclass(frozen=True)
+class DraftDecision:
+    """How many of its drafted tokens each drafting request verifies in the next step."""
+
+    request_ids: tuple[str, ...]  # [D]
+    confidences: np.ndarray  # [D, P] maximum probability of each position
+    lengths: np.ndarray  # [D] int64
+    fixed: np.ndarray  # [D] bool, as in the plan
