@@ -37,7 +37,7 @@ def main(target: str, drafter: str) -> None:
 
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     drafts, accepted = (counters[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
-    print(f"\nAcceptance length: {1 + accepted / drafts:.2f} tokens per cycle, over {drafts} cycles.")
+    print(f"\nAcceptance length: {1 + accepted / drafts:.2f} tokens per cycle with drafts, over {drafts} of them.")
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a process that imports this file again

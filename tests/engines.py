@@ -50,6 +50,7 @@ class Engine:
         drafter: Path | None = None,
         num_drafted: int | None = None,
         native: bool = False,
+        draft_length: str = "fixed",
         speculative: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -68,7 +69,7 @@ class Engine:
             "seed": 0,
             "use_tqdm_on_load": False,
             "skip_tokenizer_init": True,
-            "additional_config": {"dflash": {"enabled": not native}},
+            "additional_config": {"dflash": {"enabled": not native, "draft_length": draft_length}},
         }
         settings |= arguments
         # Room for every request at full length and no more: the engines of a session are all alive at once, and

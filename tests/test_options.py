@@ -62,3 +62,9 @@ def test_value_of_another_type_is_refused(value):
 def test_options_cannot_change_after_they_are_read():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DFlashOptions().enabled = False  # type: ignore[misc]
+
+
+def test_draft_length_is_one_of_two():
+    assert DFlashOptions.from_additional_config({"dflash": {"draft_length": "fixed"}}).draft_length == "fixed"
+    with pytest.raises(ValueError, match=naming('["draft_length"] must be one of', "'auto', 'fixed'", "'always'")):
+        DFlashOptions.from_additional_config({"dflash": {"draft_length": "always"}})

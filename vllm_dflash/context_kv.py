@@ -12,7 +12,7 @@ caching, chunked prefill and preemption keep working.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.nn import functional
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+if TYPE_CHECKING:
+    from vllm_dflash.fused import FusedContext
 
 
 class ContextKV:
@@ -51,12 +54,14 @@ class ContextKV:
         self.k_norm_eps = first.k_norm.variance_epsilon
         is_plain = all(isinstance(a.qkv_proj.quant_method, UnquantizedLinearMethod) for a in attentions)
         self.projection = _FusedProjection(attentions) if is_plain else None
+        self.fused: FusedContext | None = None  # set where our kernels were admitted
 
     def store(
         self,
         features: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        sum_squares: torch.Tensor | None = None,
     ) -> None:
         """Compute and store K/V of T context rows.
 
@@ -65,7 +70,11 @@ class ContextKV:
             positions: [T] int64, position of each row's token in its request.
             slots: [T] int64 cache slot of each row (-1 writes nothing), the same for all layers or one tensor per
                 layer; None computes without storing, for memory profiling.
+            sum_squares: [T, P] float32, sums over parts of each row where the fusion gave them; kernels use them.
         """
+        if self.fused is not None and slots is not None:
+            self.fused.store(features, sum_squares, positions, slots)
+            return
         keys, values = self.project(features, positions)
         if slots is None:
             return

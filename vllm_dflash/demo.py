@@ -50,7 +50,7 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     seconds: float
-    num_cycles: int  # draft-verify cycles; without DFlash every token is one target pass
+    num_cycles: int  # target passes after the prompt's, with drafts or without
     num_accepted: int
 
 
@@ -125,31 +125,29 @@ def _ask(llm: Any, question: str, max_tokens: int) -> Answer:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    drafts, accepted = _counters(llm)
+    accepted = _num_accepted(llm)
     started = time.perf_counter()
     [output] = llm.chat([{"role": "user", "content": question + INSTRUCTION}], sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
-    drafts_after, accepted_after = _counters(llm)
+    accepted = _num_accepted(llm) - accepted
     completion = output.outputs[0]
-    return Answer(
-        completion.text,
-        tuple(completion.token_ids),
-        seconds,
-        drafts_after - drafts,
-        accepted_after - accepted,
-    )
+    num_tokens = len(completion.token_ids)
+    # vLLM also counts accepted tokens behind the end of the answer, at most one pass's.
+    return Answer(completion.text, tuple(completion.token_ids), seconds, max(num_tokens - 1 - accepted, 1), accepted)
 
 
-def _counters(llm: Any) -> tuple[int, int]:
-    """Cycles with drafts, and accepted drafts, since the engine started."""
-    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    drafts, accepted = (int(values.get(name, 0)) for name in names)
-    return drafts, accepted
+def _num_accepted(llm: Any) -> int:
+    """Accepted drafts since the engine started."""
+    return _counter(llm, "vllm:spec_decode_num_accepted_tokens")
+
+
+def _counter(llm: Any, name: str) -> int:
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return int(values.get(name, 0))
 
 
 def _acceptance_by_position(llm: Any) -> list[float]:
-    drafts, _ = _counters(llm)
+    drafts = _counter(llm, "vllm:spec_decode_num_drafts")
     for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
             return [count / max(drafts, 1) for count in metric.values]
@@ -208,7 +206,7 @@ def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_dra
     rates = [len(without.token_ids) / without.seconds for without, _ in pairs]
     slots = ", ".join(f"{rate:.0%}" for rate in acceptance)
     why = (
-        f"Every cycle the drafter guesses {num_drafted} tokens at once from the target's own hidden states; the "
+        f"In a cycle the drafter guesses up to {num_drafted} tokens at once from the target's own hidden states; the "
         f"target checks them in one pass and keeps the first right ones (accepted by slot: {slots}), so "
         f"{_tau(pairs):.2f} tokens cost one pass."
     )
@@ -218,13 +216,10 @@ def _advice(pairs: list[tuple[Answer, Answer]], acceptance: list[float], num_dra
             f"something else is using this machine; run the demo again when it is idle."
         )
     if _speed_up(pairs) >= 1:
-        return (
-            f"{why}\nAdvice: this pays here; keep K = {num_drafted}, and train a drafter on your own answers for more."
-        )
-    smaller = max(1, num_drafted // 2)
+        return f"{why}\nAdvice: this pays here; leave it on, and train a drafter on your own answers for more."
     return (
-        f"{why}\nAdvice: checking {num_drafted + 1} tokens costs this machine at least what {_tau(pairs):.2f} accepted "
-        f"ones save; try --num-speculative-tokens {smaller}, or a better drafter."
+        f"{why}\nAdvice: checking drafts costs this machine about what {_tau(pairs):.2f} tokens per pass save, so few "
+        f"are made; a drafter trained on your own answers is right more often."
     )
 
 

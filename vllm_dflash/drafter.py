@@ -16,7 +16,9 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 
 from vllm_dflash import LOGGER, __version__
 from vllm_dflash.context_kv import ContextKV
+from vllm_dflash.fused import FusedContext, FusedHead, admit
 from vllm_dflash.options import DFlashOptions
+from vllm_dflash.targets import cache_folder
 
 logger = init_logger(LOGGER)
 
@@ -34,12 +36,13 @@ class DrafterLayers(DFlashQwen3Model):
         context_states: torch.Tensor,
         context_positions: torch.Tensor,
         context_slot_mapping: torch.Tensor | list[torch.Tensor | None] | None = None,
+        sum_squares: torch.Tensor | None = None,
     ) -> None:
         """See `ContextKV.store`; vLLM calls it by this name."""
         if self.context_kv is None:  # dummy weights: load_weights never ran
             self._build_fused_kv_buffers()
         assert self.context_kv is not None
-        self.context_kv.store(context_states, context_positions, context_slot_mapping)
+        self.context_kv.store(context_states, context_positions, context_slot_mapping, sum_squares)
 
 
 class Drafter(DFlashQwen3ForCausalLM):
@@ -55,6 +58,40 @@ class Drafter(DFlashQwen3ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.vllm_config = vllm_config
+        self.fused_head: FusedHead | None = None  # set where our kernel was admitted
+
+    def admit_kernels(self) -> None:
+        """Use our Triton kernels where they compute the same; caches are allocated, CUDA graphs not yet captured."""
+        if DFlashOptions.from_additional_config(self.vllm_config.additional_config).kernels == "auto":
+            admitted = admit(self, cache_folder() / "tuning")
+            if admitted:
+                logger.info("vllm-dflash kernels in use: %s.", ", ".join(admitted))
+
+    def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Context features [T, hidden] of the target's [T, F * hidden]; vLLM calls it by this name."""
+        fused = self._fused_context
+        if fused is None or hidden_states.dim() != 2:
+            return super().combine_hidden_states(hidden_states)
+        return fused.fuse(hidden_states).values
+
+    def store_context(
+        self,
+        target_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor | list[torch.Tensor | None],
+    ) -> None:
+        """Features of T rows [T, F * hidden] to K/V in the caches; see `ContextKV.store`."""
+        fused = self._fused_context
+        if fused is None:
+            features = self.combine_hidden_states(target_hidden_states)
+            self.model.precompute_and_store_context_kv(features, positions, slots)
+        else:
+            features, sum_squares = fused.fuse(target_hidden_states)
+            self.model.precompute_and_store_context_kv(features, positions, slots, sum_squares)
+
+    @property
+    def _fused_context(self) -> FusedContext | None:
+        return self.model.context_kv.fused if self.model.context_kv is not None else None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint and refuse one that leaves a parameter unfilled.
@@ -92,7 +129,7 @@ class Drafter(DFlashQwen3ForCausalLM):
             __version__,
             type(self).__name__,
             "V2 runner (vLLM's own speculator)" if is_v2 else "V1 runner (our proposer)",
-            "oneDNN and torch on the CPU" if is_cpu else "vLLM's" if is_v2 else "Triton for draft inputs, else vLLM's",
+            "oneDNN and torch on the CPU" if is_cpu else "vLLM's, and ours where they are admitted",
             nested.get("block_size", getattr(self.config, "block_size", "unknown")),
             self.vllm_config.speculative_config.num_speculative_tokens,
             nested.get("target_layer_ids"),
@@ -108,7 +145,20 @@ class Drafter(DFlashQwen3ForCausalLM):
             [N] int64. With a reduced draft vocabulary the argmax is taken there and then mapped, instead of
             scattering [N, draft vocabulary] into [N, vocabulary] first.
         """
+        if self.fused_head is not None:
+            return self.fused_head.confident_tokens(hidden_states)[0]
         tokens = self.logits_processor(self.lm_head, hidden_states).argmax(dim=-1)
         if self.draft_id_to_target_id is not None:
             tokens = tokens + self.draft_id_to_target_id[tokens]  # d2t holds offsets
         return tokens
+
+    def confident_tokens(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`greedy_tokens` with the probability [N] float32 of each."""
+        if self.fused_head is not None:
+            return self.fused_head.confident_tokens(hidden_states)
+        logits = self.logits_processor(self.lm_head, hidden_states).float()
+        largest, tokens = logits.max(dim=-1)
+        confidences = 1 / (logits - largest[:, None]).exp_().sum(-1)
+        if self.draft_id_to_target_id is not None:
+            tokens = tokens + self.draft_id_to_target_id[tokens]
+        return tokens, confidences

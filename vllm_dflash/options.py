@@ -7,7 +7,7 @@ is the one channel that reaches every process. Each setting and its default stan
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,9 @@ class DFlashOptions:
     """Settings of the plugin; every field is a key of `additional_config["dflash"]`."""
 
     enabled: bool = True  # False leaves vLLM's native DFlash in place, untouched
+    draft_length: Literal["auto", "fixed"] = "auto"  # auto: decided in every step; fixed: always K tokens
+    kernels: Literal["auto", "off"] = "auto"  # auto: our Triton kernels on a GPU, where they compute the same
+    trace: str = ""  # file that gets a line per step, for bench/simulate.py
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> DFlashOptions:
@@ -31,10 +34,17 @@ class DFlashOptions:
                 f'additional_config["dflash"] must be a mapping like {{"enabled": true}}, but it is {settings!r}.'
             )
         known = {field.name: field for field in fields(cls)}
+        hints = get_type_hints(cls)
         for key, value in settings.items():
             if key not in known:
                 raise ValueError(
                     f'additional_config["dflash"] has no setting {key!r}; known settings: {", ".join(known)}.'
+                )
+            choices = get_args(hints[key])
+            if choices and value not in choices:
+                raise ValueError(
+                    f'additional_config["dflash"]["{key}"] must be one of {", ".join(map(repr, choices))}, but it is '
+                    f"{value!r}."
                 )
             expected = type(known[key].default)
             if not isinstance(value, expected):

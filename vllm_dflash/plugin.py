@@ -9,12 +9,17 @@ model "DFlashDraftModel"                 our drafter: KV injection, loading, hea
   (ModelRegistry)
 EngineArgs.create_speculative_config     check the pair and set K before anything is loaded;  vLLM has a hook there
   (engine/arg_utils.py)                  repair causality
+SamplingParams.verify                    a request's `vllm_xargs` about drafting is refused    vLLM has a hook there
+  (sampling_params.py)                   where it means nothing, with HTTP 400
 DFlashProposer.__new__                   our proposer in the V1 runner                        vLLM has a registry of
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
 GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM verifies no
   (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the rejection sampler  placeholders
+Worker.compile_or_warm_up_model          kernels are admitted before graphs are captured,     vLLM calls drafters
+  (v1/worker/gpu_worker.py, CPUWorker    and steps are timed when all is warm                 there
+  in v1/worker/cpu_worker.py)
 expand_batch_to_tokens                   wrong on CPUs, see cpu_backend.py                    see there
   (v1/sample/rejection_sampler.py)
 
@@ -43,6 +48,7 @@ UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
 _ARCHITECTURE = "DFlashDraftModel"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 _MARK = "_vllm_dflash"  # on a rebound function: it is ours already
 
 
@@ -54,10 +60,14 @@ def register() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
+    from vllm.sampling_params import SamplingParams
 
     ModelRegistry.register_model(_ARCHITECTURE, "vllm_dflash.drafter:Drafter")
     _rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
+    _rebind(SamplingParams, "verify", _verify_request)
     _when_imported(_RUNNER_MODULE, _rebind_runner)
+    for module_name in _WORKERS:
+        _when_imported(module_name, _rebind_worker)
 
 
 def installed_vllm() -> str:
@@ -119,6 +129,16 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
     return speculative_config
 
 
+def _verify_request(original: Callable[..., Any], params: Any, *args: Any, **named: Any) -> Any:
+    """In place of `SamplingParams.verify(model_config, speculative_config, ...)`."""
+    from vllm_dflash.requests import draft_limit
+
+    speculative_config = args[1] if len(args) > 1 else named.get("speculative_config")
+    if speculative_config is not None and speculative_config.method == "dflash":
+        draft_limit(params.extra_args)
+    return original(params, *args, **named)
+
+
 def is_served_by_us(vllm_config: Any) -> bool:
     """Is the plugin switched on, and the drafter a plain one? Variants such as Laguna's keep vLLM's proposer."""
     architectures = vllm_config.speculative_config.draft_model_config.architectures
@@ -131,6 +151,24 @@ def _rebind_runner(runner_module: ModuleType) -> None:
     _rebind_constructor(runner_module.DFlashProposer)
     _rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
     _rebind(runner_module.GPUModelRunner, "_update_states", _update_states)
+
+
+def _rebind_worker(worker_module: ModuleType) -> None:
+    _rebind(getattr(worker_module, _WORKERS[worker_module.__name__]), "compile_or_warm_up_model", _then_prepare)
+
+
+def _then_prepare(original: Callable[..., Any], worker: Any) -> Any:
+    """In place of `Worker.compile_or_warm_up_model()`."""
+    runner = worker.model_runner
+    drafter_module = sys.modules.get("vllm_dflash.drafter")
+    driver = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # of the V1 or the V2 runner
+    model = getattr(driver, "model", None)
+    if drafter_module is not None and isinstance(model, drafter_module.Drafter):
+        model.admit_kernels()
+    result = original(worker)
+    if _is_ours(runner):
+        runner.drafter.prepare()
+    return result
 
 
 def _rebind_constructor(native: type) -> None:

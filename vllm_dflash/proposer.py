@@ -7,6 +7,7 @@ Which rows a step has is drawn in triton_kernels/draft_inputs.py.
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from vllm_dflash import cpu_backend
+from vllm_dflash.draft_length import DraftPlan
 from vllm_dflash.drafter import Drafter
+from vllm_dflash.length_control import LengthControl, StepBatch
+from vllm_dflash.length_setup import fixed_lengths, make_control
+from vllm_dflash.requests import draft_limit
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
 
 
@@ -31,8 +36,13 @@ class DraftProposer(DFlashProposer):
         super().__init__(vllm_config, device, runner)
         self.runner = runner
         self.mask_token_id = self.parallel_drafting_token_id
+        self.lengths: LengthControl = fixed_lengths(self.num_speculative_tokens)
         if device.type == "cpu":
             cpu_backend.correct()
+
+    def prepare(self) -> None:
+        """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
+        self.lengths = make_control(self)
 
     @torch.inference_mode()
     def propose(
@@ -62,55 +72,80 @@ class DraftProposer(DFlashProposer):
             [R, K] draft tokens; where some requests do not draft and the scheduler waits for the result, one list
             per request, empty for those.
         """
+        started = time.perf_counter()
         self._last_draft_probs = None
         positions = target_positions[0] if target_positions.dim() == 2 else target_positions
-        drafting = self.requests_to_draft(common_attn_metadata, num_rejected_tokens_gpu, num_speculative_tokens)
+        batch = self.step_batch(common_attn_metadata, num_rejected_tokens_gpu, num_speculative_tokens)
+        plan = self.lengths.plan(batch)
         rows = draft_inputs(
             next_token_ids,
             positions,
             common_attn_metadata.query_start_loc,
             num_rejected_tokens_gpu,
             common_attn_metadata.block_table_tensor,
-            torch.from_numpy(drafting).to(self.device, non_blocking=True),
+            torch.from_numpy(plan.drafting).to(self.device, non_blocking=True),
             kv_block_size=self.block_size,
             mask_token_id=self.mask_token_id,
-            num_query_per_req=1 + num_speculative_tokens,
+            num_query_per_req=1 + self.num_masks(plan, num_speculative_tokens),
             max_position=self.max_draft_position,
         )
         self.store_context(target_hidden_states, rows)
-        hidden = self.run_queries(rows, drafting, common_attn_metadata, num_rejected_tokens_gpu)
-        if hidden is None:
-            tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        else:
-            tokens = self.sample(hidden[rows.sample_indices], drafting, sampling_metadata)
-        return self.by_request(tokens.view(len(drafting), num_speculative_tokens), drafting, len(next_token_ids))
+        stored = time.perf_counter()
+        hidden = self.run_queries(rows, plan.drafting, common_attn_metadata, num_rejected_tokens_gpu)
+        tokens, confidences = self.sample(hidden, rows, plan, sampling_metadata)
+        decision = self.lengths.choose(plan, confidences)
+        self.lengths.finish(
+            batch,
+            plan,
+            decision,
+            query_rows=len(rows.query_ids),
+            context_seconds=stored - started,
+            draft_seconds=time.perf_counter() - stored,
+            alive=self.runner.requests,
+        )
+        return self.by_request(tokens, decision.lengths, plan.drafting, len(next_token_ids), num_speculative_tokens)
+
+    def num_masks(self, plan: DraftPlan, num_speculative_tokens: int) -> int:
+        """Masks of a block. A causal drafter predicts the same with fewer behind; a bidirectional one sees them."""
+        return plan.num_positions if self.dflash_causal else num_speculative_tokens
 
     @property
     def max_draft_position(self) -> int:
         """Positions at or beyond it have no cache slot, or no RoPE entry in the drafter."""
         return min(self.runner.effective_drafter_max_model_len, self.draft_model_config.max_model_len)
 
-    def requests_to_draft(
+    def step_batch(
         self,
         metadata: CommonAttentionMetadata,
         num_rejected: torch.Tensor | None,
         num_speculative_tokens: int,
-    ) -> np.ndarray:
-        """Indices [D] of requests with a sampled anchor and room for a whole block.
+    ) -> StepBatch:
+        """What this step's target pass consisted of, and who can draft: a sampled anchor and room for a whole block.
 
         vLLM stops drafting for the whole batch when one request is near the end (`_input_fits_in_drafter`). Here
         it is each request's own affair. Lengths come from the host, so that a GPU is not waited for; there they
         may count rejected rows, and a request stops drafting up to K tokens early.
         """
-        if num_speculative_tokens == 0:
-            return np.empty(0, dtype=np.int64)
         num_reqs = metadata.num_reqs
-        lengths = metadata.seq_lens_cpu_upper_bound[:num_reqs].numpy()
-        if num_rejected is not None and num_rejected.is_cpu:
-            lengths = lengths - num_rejected.numpy()
+        lengths = metadata.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
+        rejected = np.zeros(num_reqs, dtype=np.int64)
+        if num_rejected is not None and (num_rejected.is_cpu or self.lengths.learns):
+            rejected = num_rejected.cpu().numpy().astype(np.int64)[:num_reqs]
+        lengths = lengths - rejected
         has_room = lengths + 1 + num_speculative_tokens <= self.max_draft_position
         is_prefilling = self.runner.discard_request_mask.np[:num_reqs]
-        return np.flatnonzero(has_room & ~is_prefilling)
+        request_ids = tuple(self.runner.input_batch.req_ids[:num_reqs])
+        parameters = [self.runner.requests[request].sampling_params for request in request_ids]
+        limits = [draft_limit(p.extra_args) if p is not None and p.extra_args else None for p in parameters]
+        caps = np.array([num_speculative_tokens if limit is None else limit for limit in limits], dtype=np.int64)
+        return StepBatch(
+            request_ids=request_ids,
+            num_rows=np.diff(metadata.query_start_loc_cpu[: num_reqs + 1].numpy()).astype(np.int64),
+            num_rejected=rejected,
+            context_lens=lengths,
+            caps=np.where(has_room & ~is_prefilling, np.minimum(caps, num_speculative_tokens), 0),
+            is_seeded=np.array([p is not None and p.seed is not None and p.temperature > 0 for p in parameters]),
+        )
 
     def store_context(self, target_hidden_states: torch.Tensor, rows: DraftRows) -> None:
         """Fuse features and write their K/V; on a CPU rows without a slot are not even computed."""
@@ -119,8 +154,7 @@ class DraftProposer(DFlashProposer):
             kept = torch.from_numpy(np.flatnonzero(slots.numpy() != PAD_SLOT_ID))
             if len(kept) < len(slots):
                 target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
-        features = self.model.combine_hidden_states(target_hidden_states)
-        self.model.precompute_and_store_context_kv(features, positions, slots)
+        self.model.store_context(target_hidden_states, positions, slots)
 
     def run_queries(
         self,
@@ -192,36 +226,63 @@ class DraftProposer(DFlashProposer):
             causal=self.dflash_causal,
         )
 
-    def sample(self, hidden: torch.Tensor, drafting: np.ndarray, sampling_metadata: SamplingMetadata) -> torch.Tensor:
-        """Draft tokens [D * K] of the predicting rows; draft probabilities are kept where they were asked for."""
+    def sample(
+        self,
+        hidden: torch.Tensor | None,  # [D * Q, hidden] of the query rows
+        rows: DraftRows,
+        plan: DraftPlan,
+        sampling_metadata: SamplingMetadata,
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Draft tokens [D, P] of the first P masks, and the maximum probability of each [D, P] where lengths need it.
+
+        Draft probabilities are kept where they were asked for.
+        """
+        num_drafting, num_positions = len(plan.drafting), plan.num_positions
+        if hidden is None:
+            return torch.empty(0, 0, dtype=torch.int64, device=self.device), np.empty((0, 0))
+        num_masks = len(rows.sample_indices) // num_drafting
+        wanted = rows.sample_indices.view(num_drafting, num_masks)[:, :num_positions].reshape(-1)
         temperature = sampling_metadata.temperature
-        if temperature is not None and len(drafting) < len(temperature):
-            chosen = torch.from_numpy(drafting).to(temperature.device)
+        if temperature is not None and num_drafting < len(temperature):
+            chosen = torch.from_numpy(plan.drafting).to(temperature.device)
             sampling_metadata = dataclasses.replace(sampling_metadata, temperature=temperature[chosen])
-        tokens, probs = self._sample_draft_tokens(hidden, sampling_metadata)
+        hidden = hidden[wanted]
+        if self.lengths.learns and self.gives_confidences(sampling_metadata):
+            tokens, confidences = self.model.confident_tokens(hidden)
+            probs = None
+        else:
+            tokens, probs = self._sample_draft_tokens(hidden, sampling_metadata)
+            confidences = torch.ones(len(tokens)) if probs is None else probs.amax(-1)
         if probs is not None:
             # The runner looks rows up by request; requests that do not draft are never looked up.
-            num_reqs, num_drafted = len(self.runner.input_batch.req_ids), len(hidden) // len(drafting)
-            by_request = probs.new_zeros(num_reqs, num_drafted, probs.shape[-1])
-            by_request[torch.from_numpy(drafting)] = probs.view(len(drafting), num_drafted, -1)
+            by_request = probs.new_zeros(len(self.runner.input_batch.req_ids), num_positions, probs.shape[-1])
+            by_request[torch.from_numpy(plan.drafting)] = probs.view(num_drafting, num_positions, -1)
             self._last_draft_probs = by_request
-        return tokens
+        shape = (num_drafting, num_positions)
+        return tokens.view(shape), confidences.float().cpu().numpy().reshape(shape)
 
-    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.use_local_argmax_reduction or self.use_heterogeneous_vocab:
-            return super()._greedy_sample(hidden_states)
-        return self.model.greedy_tokens(hidden_states)
+    def gives_confidences(self, sampling_metadata: SamplingMetadata) -> bool:
+        """Are drafts the most probable tokens of whole logits on this rank?"""
+        is_greedy = not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy
+        return is_greedy and not self.use_local_argmax_reduction and not self.use_heterogeneous_vocab
 
-    def by_request(self, tokens: torch.Tensor, drafting: np.ndarray, num_reqs: int) -> torch.Tensor | list[list[int]]:
-        """Draft tokens [D, K] as the runner wants them, see `propose`."""
-        if len(drafting) == num_reqs:
+    def by_request(
+        self,
+        tokens: torch.Tensor,
+        lengths: np.ndarray,
+        drafting: np.ndarray,
+        num_reqs: int,
+        num_speculative_tokens: int,
+    ) -> torch.Tensor | list[list[int]]:
+        """Draft tokens [D, P], cut to `lengths` [D], as the runner wants them; see `propose`."""
+        if len(drafting) == num_reqs and (lengths == num_speculative_tokens).all():
             return tokens
         if self.runner.use_async_scheduling:
             # The scheduler has already set K placeholders for everyone; zeros are verified and rejected.
-            padded = tokens.new_zeros(num_reqs, tokens.shape[1])
-            padded[torch.from_numpy(drafting).to(tokens.device)] = tokens
+            padded = tokens.new_zeros(num_reqs, num_speculative_tokens)
+            padded[torch.from_numpy(drafting).to(tokens.device), : tokens.shape[1]] = tokens
             return padded
         drafts: list[list[int]] = [[] for _ in range(num_reqs)]
-        for request, block in zip(drafting, tokens.tolist()):
-            drafts[request] = block
+        for request, block, length in zip(drafting, tokens.tolist(), lengths):
+            drafts[request] = block[:length]
         return drafts

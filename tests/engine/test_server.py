@@ -50,6 +50,8 @@ def server(tmp_path_factory, smollm2) -> Iterator[Server]:
     }
     environment.pop("TRITON_INTERPRET", None)
     command = [str(REPOSITORY / "examples" / "serve.sh"), "--port", str(port), "--dtype", "float32"]
+    # How many drafts there are would else depend on how busy the machine is.
+    command += ["--additional-config", '{"dflash": {"draft_length": "fixed"}}']
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     try:
@@ -132,6 +134,23 @@ def test_logprobs_are_those_of_the_chosen_tokens(server):
     assert len(content) == 16
     for token in content:
         assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs), abs=1e-4)
+
+
+def test_a_request_can_go_without_drafts(server):
+    def ask(**xargs):
+        before = server.counter("vllm:spec_decode_num_draft_tokens_total")
+        reply = server.client.chat.completions.create(
+            model="smollm2", messages=QUESTION, max_tokens=16, temperature=0, extra_body={"vllm_xargs": xargs}
+        )
+        return reply.choices[0].message.content, server.counter("vllm:spec_decode_num_draft_tokens_total") - before
+
+    text, drafted = ask(dflash=True)
+    assert drafted > 10
+    assert ask(dflash=False) == (text, 0)
+    short_text, few = ask(dflash_max_draft=1)
+    assert (short_text, 0 < few < drafted) == (text, True)
+    with pytest.raises(BadRequestError, match="dflash_max_draft' is -1; give a whole number"):
+        ask(dflash_max_draft=-1)
 
 
 def test_a_refused_request_leaves_the_server_up(server):

@@ -6,7 +6,7 @@ from vllm_contract.row import Row
 
 FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm": (
-        Row("__version__", "plugin.py"),
+        Row("__version__", "plugin.py, length_setup.py"),
         Row("LLM", "demo.py, training/generators.py, training/served.py"),
         Row("SamplingParams", "demo.py, training/generators.py, training/served.py"),
     ),
@@ -18,7 +18,9 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("ModelConfig.get_vocab_size", "speculative_config.py", call=""),
         Row("ModelConfig", "plugin.py", members="architectures"),
     ),
-    "vllm.config.parallel": (Row("ParallelConfig", "proposer.py", fields="data_parallel_size"),),
+    "vllm.config.parallel": (
+        Row("ParallelConfig", "proposer.py, length_setup.py", fields="data_parallel_size tensor_parallel_size"),
+    ),
     "vllm.config.speculative": (
         Row(
             "SpeculativeConfig",
@@ -90,12 +92,15 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
-    "vllm.logger": (Row("init_logger", "plugin.py, drafter.py, speculative_config.py", call="name"),),
+    "vllm.logger": (
+        Row("init_logger", "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py", call="name"),
+    ),
     "vllm.outputs": (
         Row("RequestOutput.__init__", "demo.py", sets="outputs"),
         Row("RequestOutput.__init__", "training/generators.py", sets="finished request_id"),
         Row("CompletionOutput", "demo.py", fields="text token_ids"),
         Row("CompletionOutput", "training/generators.py, training/served.py", fields="finish_reason text token_ids"),
+        Row("CompletionOutput", "training/served.py", fields="spec_decode_metrics"),
     ),
     "vllm.plugins": (
         Row("DEFAULT_PLUGINS_GROUP", "pyproject.toml", value="vllm.general_plugins"),
@@ -106,6 +111,12 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.sampling_params": (
         Row("SamplingParams", "demo.py", members="max_tokens temperature"),
+        Row("SamplingParams", "plugin.py, proposer.py", members="extra_args seed temperature"),
+        Row(
+            "SamplingParams.verify",
+            "plugin.py",
+            signature="model_config speculative_config structured_outputs_config tokenizer",
+        ),
         Row("SamplingParams", "training/generators.py", members="detokenize max_tokens output_kind seed temperature"),
         Row("RequestOutputKind", "training/generators.py", members="FINAL_ONLY"),
     ),
@@ -122,6 +133,12 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm.v1.engine.llm_engine": (
         Row("LLMEngine.add_request", "training/generators.py", call="request_id prompt params"),
         Row("LLMEngine.step", "training/generators.py", call=""),
+    ),
+    "vllm.v1.engine.input_processor": (
+        Row("InputProcessor._validate_params", "plugin.py", contains="params.verify(_, _, _, _)"),
+    ),
+    "vllm.v1.metrics.stats": (
+        Row("RequestSpecDecodeMetrics", "training/served.py", fields="num_spec_tokens per_step_accepted"),
     ),
     "vllm.v1.metrics.reader": (
         Row("Metric", "demo.py", fields="name"),

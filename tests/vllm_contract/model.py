@@ -7,13 +7,41 @@ from vllm_contract.row import Row
 _CONTEXT_KV = "context_states context_positions context_slot_mapping"
 _KV_UPDATE = "layer key value kv_cache slot_mapping"
 
+
+def _attention_backend(name: str, method: str, layout: str) -> tuple[Row, ...]:
+    """A backend whose caches our kernels read and write; `method` shows their `layout`."""
+    return (
+        Row(
+            f"{name}Impl.forward",
+            "fused.py",
+            signature="layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+        ),
+        # The layout of a cache.
+        Row(f"{name}Impl.{method}", "fused.py", contains=layout),
+        Row(
+            f"{name}Impl.__init__",
+            "fused.py",
+            sets="alibi_slopes kv_sharing_target_layer_name logits_soft_cap scale",
+        ),
+        Row(f"{name}Metadata", "fused.py", fields="block_table max_query_len num_actual_tokens seq_lens"),
+    )
+
+
 MODEL: dict[str, tuple[Row, ...]] = {
     "vllm._custom_ops": (
         Row("rms_norm", "context_kv.py", call="out input weight epsilon"),
         Row("rotary_embedding", "context_kv.py", call="positions query key head_size cos_sin_cache is_neox"),
     ),
     "vllm.model_executor.layers.attention.attention": (
-        Row("Attention.__init__", "context_kv.py", sets="impl kv_cache"),
+        Row("Attention.__init__", "context_kv.py, fused.py", sets="impl kv_cache"),
+        Row(
+            "unified_attention_with_output",
+            "fused.py",
+            contains=(
+                "self.impl.forward(self, query, key, value, kv_cache, attn_metadata, output=output, "
+                "output_scale=output_scale, output_block_scale=output_block_scale)"
+            ),
+        ),
     ),
     "vllm.model_executor.layers.layernorm": (Row("RMSNorm.__init__", "context_kv.py", sets="variance_epsilon weight"),),
     "vllm.model_executor.layers.linear": (
@@ -26,6 +54,7 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.model_executor.layers.logits_processor": (
         Row("LogitsProcessor.forward", "drafter.py", call="lm_head hidden_states"),
+        Row("LogitsProcessor.__init__", "fused.py", sets="logits_as_input org_vocab_size scale soft_cap"),
     ),
     "vllm.model_executor.layers.rotary_embedding.base": (
         Row("RotaryEmbeddingBase.__init__", "context_kv.py", sets="cos_sin_cache head_size is_neox_style"),
@@ -42,6 +71,12 @@ MODEL: dict[str, tuple[Row, ...]] = {
         Row("initialize_model", "drafter.py", contains="model_class(vllm_config=vllm_config, prefix=prefix)"),
     ),
     "vllm.model_executor.models": (Row("ModelRegistry", "plugin.py, speculative_config.py"),),
+    "vllm.platforms": (Row("current_platform", "fused.py"),),
+    "vllm.platforms.interface": (
+        Row("Platform.is_cuda", "fused.py", call=""),
+        Row("Platform.is_rocm", "fused.py", call=""),
+        Row("Platform.fp8_dtype", "fused.py"),
+    ),
     "vllm.model_executor.models.qwen3_dflash": (
         Row("_SLIDING_ATTENTION", "config.py", value="sliding_attention"),
         Row(
@@ -122,8 +157,10 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.v1.attention.backends.flash_attn": (
         Row("FlashAttentionImpl.do_kv_cache_update", "context_kv.py", call=_KV_UPDATE),
+        *_attention_backend("FlashAttention", "do_kv_cache_update", "kv_cache.transpose(1, 2).split(_, dim=-1)"),
     ),
     "vllm.v1.attention.backends.triton_attn": (
         Row("TritonAttentionImpl.do_kv_cache_update", "context_kv.py", call=_KV_UPDATE),
+        *_attention_backend("TritonAttention", "forward", "kv_cache.transpose(1, 2); kv_cache.split(_, dim=-1)"),
     ),
 }

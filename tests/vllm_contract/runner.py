@@ -15,7 +15,13 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.distributed.eplb.eplb_state": (
         Row("EplbState.prepare_forward", "proposer.py", call="model_config num_unpadded_tokens"),
     ),
+    "vllm.distributed.parallel_state": (
+        Row("get_tp_group", "length_setup.py", call=""),
+        Row("GroupCoordinator.broadcast_object", "length_setup.py", call="obj * src"),
+        Row("GroupCoordinator.__init__", "length_setup.py", sets="rank_in_group"),
+    ),
     "vllm.forward_context": (
+        Row("set_forward_context", "length_setup.py", call="attn_metadata vllm_config * num_tokens"),
         Row(
             "set_forward_context",
             "proposer.py",
@@ -88,7 +94,8 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             "SpecDecodeBaseProposer.__init__",
             "proposer.py",
             sets=(
-                "_last_draft_probs arange block_size device draft_model_config eplb_state input_ids "
+                "_enable_probabilistic_draft_probs _last_draft_probs arange block_size device draft_model_config "
+                "dtype eplb_state hidden_size input_ids "
                 "num_speculative_tokens parallel_drafting_token_id positions use_heterogeneous_vocab "
                 "use_local_argmax_reduction vllm_config"
             ),
@@ -129,6 +136,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         Row("CPUModelRunner", "plugin.py", lacks="_input_fits_in_drafter _update_states", bases="GPUModelRunner"),
     ),
     "vllm.v1.worker.cpu_worker": (
+        Row("CPUWorker.compile_or_warm_up_model", "plugin.py", signature=""),
         Row(
             "CPUWorker.init_device",
             "plugin.py, proposer.py",
@@ -143,13 +151,14 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             contains="self.model.precompute_and_store_context_kv(_, _, _)",
         ),
     ),
+    "vllm.v1.worker.gpu_worker": (Row("Worker.compile_or_warm_up_model", "plugin.py", signature=""),),
     "vllm.v1.worker.gpu_input_batch": (Row("InputBatch", "proposer.py", members="req_ids"),),
     "vllm.v1.worker.gpu_model_runner": (
         Row("DFlashProposer", "plugin.py"),
         Row(
             "GPUModelRunner.__init__",
             "plugin.py, proposer.py",
-            sets="effective_drafter_max_model_len use_async_scheduling",
+            sets="effective_drafter_max_model_len max_num_reqs max_num_tokens requests use_async_scheduling",
             contains=(
                 "self.drafter = DFlashProposer(self.vllm_config, self.device, self); "
                 "self.discard_request_mask = self._make_buffer(self.max_num_reqs, dtype=torch.bool); "

@@ -1,0 +1,156 @@
+"""What the draft length controller is told about steps: outcomes of drafts, sizes, and times that can be known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_dflash.draft_length import DraftDecision, ScheduledLengths, StepSize, read_trace
+from vllm_dflash.draft_length.trace import TraceWriter
+from vllm_dflash.length_control import LengthControl, StepBatch
+
+
+class Recorded(ScheduledLengths):
+    """Fixed lengths that keep what they observe."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__([length])
+        self.observed: list[tuple] = []
+        self.forgotten: list[str] = []
+
+    def observe(self, decision, verified, accepted, step):
+        self.observed.append((decision and decision.request_ids, verified.tolist(), accepted.tolist(), step))
+
+    def forget(self, request_ids):
+        self.forgotten += request_ids
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def batch(ids: str, num_rows: list[int], num_rejected: list[int], context_lens: list[int], cap: int = 3) -> StepBatch:
+    rows, rejected, lens, caps = (np.array(v) for v in (num_rows, num_rejected, context_lens, [cap] * len(ids)))
+    return StepBatch(tuple(ids), rows, rejected, lens, caps, is_seeded=np.zeros(len(ids), dtype=bool))
+
+
+def step(control: LengthControl, clock: Clock, seconds: float, this: StepBatch, alive: str | None = None) -> None:
+    plan = control.plan(this)
+    decision = control.choose(plan, np.full((len(plan.drafting), plan.num_positions), 0.5))
+    clock.now += seconds
+    control.finish(
+        this, plan, decision, query_rows=4 * len(plan.drafting), context_seconds=0.01, draft_seconds=0.02,
+        alive=set(this.request_ids if alive is None else alive),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lengths() -> Recorded:
+    return Recorded(3)
+
+
+@pytest.fixture
+def control(lengths, clock) -> LengthControl:
+    return LengthControl(lengths, learns=True, clock=clock)
+
+
+def test_outcomes_belong_to_the_drafts_of_the_step_before(control, lengths, clock):
+    """a: three drafted, two accepted. b: comes with a prompt of five tokens, then all three accepted."""
+    step(control, clock, 1.0, batch("a", [7], [0], [7]))
+    step(control, clock, 0.5, batch("ab", [4, 5], [1, 0], [10, 5]))
+    step(control, clock, 0.25, batch("ba", [4, 4], [0, 3], [9, 11]))
+    assert [(ids, verified, accepted) for ids, verified, accepted, _ in lengths.observed] == [
+        (("a",), [3], [2]),
+        (("a", "b"), [3, 3], [0, 3]),
+    ]
+    first, second = (observed[3] for observed in lengths.observed)
+    assert (first.seconds, first.context_seconds, first.draft_seconds) == (0.5, 0.01, 0.02)
+    assert first.size == StepSize(
+        num_requests=2,
+        num_tokens=9,
+        num_verified=3,
+        context_tokens=15,
+        attended_tokens=4 * 10 + 5 * 5,
+        num_drafting=2,
+        query_rows=8,
+        head_rows=6,
+        draft_context_tokens=15,
+        context_rows=8,
+    )
+    assert second.seconds == 0.25
+
+
+def test_time_in_which_the_engine_may_have_been_idle_is_no_step(control, lengths, clock):
+    step(control, clock, 1.0, batch("a", [7], [0], [7]))
+    step(control, clock, 60.0, batch("b", [5], [0], [5]), alive="b")
+    assert lengths.observed == []
+    assert lengths.forgotten == ["a"]
+    step(control, clock, 0.5, batch("b", [1], [0], [6]))
+    assert lengths.observed[0][3].seconds == 0.5
+
+
+def test_a_request_that_was_preempted_verified_nothing(control, lengths, clock):
+    step(control, clock, 1.0, batch("ab", [7, 5], [0, 0], [7, 5]))
+    step(control, clock, 0.5, batch("a", [4], [0], [11]), alive="ab")  # b is waiting
+    step(control, clock, 0.5, batch("ab", [4, 9], [0, 0], [15, 9]))  # b comes back with nine tokens
+    assert [(verified, accepted) for _, verified, accepted, _ in lengths.observed] == [([3, 0], [3, 0]), ([3], [3])]
+    assert lengths.forgotten == []
+
+
+def test_drafts_cut_by_a_grammar_were_verified_as_far_as_they_came(control, lengths, clock):
+    step(control, clock, 1.0, batch("a", [7], [0], [7]))
+    step(control, clock, 0.5, batch("a", [2], [0], [9]))
+    assert lengths.observed[0][1:3] == ([1], [1])
+
+
+def test_every_rank_goes_by_the_first_one(lengths, clock):
+    other = Recorded(2)
+    values: list = []
+
+    def first(value):
+        values.append(value)
+        return value
+
+    leads = LengthControl(lengths, learns=True, agree=first, clock=clock)
+    this = batch("a", [7], [0], [7])
+    confidences = np.full((1, 3), 0.5)
+    leads.choose(leads.plan(this), confidences)
+    follows = LengthControl(other, learns=True, agree=lambda _: values.pop(0), clock=clock)
+    plan = follows.plan(this)
+    assert plan.num_positions == 3
+    assert follows.choose(plan, confidences).lengths.tolist() == [3]
+
+
+def test_steps_are_traced(lengths, clock, tmp_path):
+    with TraceWriter(tmp_path / "trace.jsonl", 3) as trace:
+        control = LengthControl(lengths, learns=True, trace=trace, clock=clock)
+        step(control, clock, 1.0, batch("a", [7], [0], [7]))
+        step(control, clock, 0.5, batch("a", [4], [1], [10]))
+    (traced,) = read_trace(tmp_path / "trace.jsonl").steps
+    assert traced.step == lengths.observed[0][3]
+    (cycle,) = traced.cycles
+    assert (cycle.id, cycle.p_max, cycle.verified, cycle.accepted) == ("a", (0.5, 0.5, 0.5), 3, 2)
+
+
+def test_a_line_is_logged_now_and_then(lengths, clock):
+    lines: list[str] = []
+    control = LengthControl(lengths, learns=True, log=lines.append, clock=clock)
+    for _ in range(70):
+        step(control, clock, 1.0, batch("a", [1], [0], [7]))
+    assert len(lines) == 1
+
+
+def test_nothing_is_pending_after_a_step_without_drafts(control, lengths, clock):
+    step(control, clock, 1.0, batch("a", [7], [0], [7], cap=0))
+    step(control, clock, 0.5, batch("a", [1], [0], [8]))
+    assert lengths.observed[0][:3] == (None, [], [])
+    assert isinstance(control.choose(control.plan(batch("a", [1], [0], [9])), np.ones((1, 3))), DraftDecision)

@@ -1,0 +1,160 @@
+"""Between the proposer and draft_length/: what a step is, what became of the last drafts, and the clock.
+
+draft_length/ knows neither vLLM nor time; the proposer knows neither costs nor estimates. One `LengthControl` per
+proposer turns batches into the controller's values:
+
+    plan = control.plan(batch)                  who drafts, how many positions
+    ...                                         context K/V, draft pass
+    decision = control.choose(plan, confidences)
+    control.finish(batch, plan, decision, ...)  times; and what the target did with the drafts of the step before
+
+A step's time runs from the end of one `propose` to the end of the next, so everything between is in it: scheduler,
+target pass, accept or reject. It counts where a request of the step before is still there; otherwise the engine may
+have been idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_dflash.draft_length import DraftCounters, DraftDecision, DraftPlan, StepSize, TimedStep, TraceWriter
+
+#: Seconds between two lines in the log, and between two updates of metrics.
+_LOG_EVERY, _COUNT_EVERY = 60.0, 1.0
+
+
+class Lengths(Protocol):
+    """Decides: DraftLengthController, or ScheduledLengths for lengths that are given."""
+
+    counters: DraftCounters
+
+    def plan(self, request_ids: Any, context_lens: Any, caps: Any, is_seeded: Any) -> DraftPlan: ...
+    def choose(self, plan: DraftPlan, confidences: np.ndarray) -> DraftDecision: ...
+    def observe(self, decision: Any, verified: Any, accepted: Any, step: TimedStep) -> None: ...
+    def forget(self, request_ids: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A target pass, request by request."""
+
+    request_ids: tuple[str, ...]
+    num_rows: np.ndarray  # [R] rows of the target pass
+    num_rejected: np.ndarray  # [R] rows at their end that the target refused
+    context_lens: np.ndarray  # [R] accepted tokens so far, those of this pass included
+    caps: np.ndarray  # [R] most tokens that each can draft now; 0 = none
+    is_seeded: np.ndarray  # [R] bool: sampled, with a seed
+
+
+class LengthControl:
+    """Draft lengths of every step.
+
+    Args:
+        lengths: what decides.
+        learns: it uses confidences and outcomes; False spares their computation.
+        agree: gives the first rank's value on all ranks of a tensor-parallel group; their clocks differ.
+        trace: gets every step.
+        log: gets a line now and then.
+        count: gets the counters now and then.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        learns: bool,
+        agree: Callable[[Any], Any] = lambda value: value,
+        trace: TraceWriter | None = None,
+        log: Callable[[str], None] | None = None,
+        count: Callable[[DraftCounters], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.lengths, self.learns = lengths, learns
+        self._agree, self._trace, self._log, self._count, self._clock = agree, trace, log, count, clock
+        self._pending: DraftDecision | None = None  # its drafts are being verified
+        self._last_ids: frozenset[str] = frozenset()
+        self._last_end = 0.0
+        self._next_line, self._next_count = clock() + _LOG_EVERY, clock()
+
+    def plan(self, batch: StepBatch) -> DraftPlan:
+        """Who drafts in this step."""
+        return self._agree(self.lengths.plan(batch.request_ids, batch.context_lens, batch.caps, batch.is_seeded))
+
+    def choose(self, plan: DraftPlan, confidences: np.ndarray) -> DraftDecision:
+        """How many drafted tokens of each drafting request are verified; `confidences` [D, P]."""
+        return self._agree(self.lengths.choose(plan, confidences))
+
+    def finish(
+        self,
+        batch: StepBatch,
+        plan: DraftPlan,
+        decision: DraftDecision,
+        *,
+        query_rows: int,
+        context_seconds: float,
+        draft_seconds: float,
+        alive: Collection[str],
+    ) -> None:
+        """Learn from the step that ends here.
+
+        Args:
+            query_rows: rows of its draft pass.
+            alive: requests that vLLM still knows; others are forgotten.
+        """
+        now = self._clock()
+        if self._last_ids.intersection(batch.request_ids):
+            step = TimedStep(
+                _size(batch, plan, query_rows, self._verified(batch)),
+                seconds=now - self._last_end,
+                draft_seconds=draft_seconds,
+                context_seconds=context_seconds,
+            )
+            verified, accepted = _outcome(self._pending, batch)
+            self.lengths.observe(self._pending, verified, accepted, step)
+            if self._trace is not None:
+                self._trace.write(step, self._pending, verified, accepted)
+        self.lengths.forget([i for i in self._last_ids if i not in alive])
+        self._pending = decision if len(decision.request_ids) else None
+        self._last_ids, self._last_end = frozenset(batch.request_ids), now
+        if self._count is not None and now >= self._next_count:
+            self._next_count = now + _COUNT_EVERY
+            self._count(self.lengths.counters)
+        if self._log is not None and now >= self._next_line:
+            self._next_line = now + _LOG_EVERY
+            self._log(self.lengths.counters.line())
+
+    def _verified(self, batch: StepBatch) -> int:
+        return int(_outcome(self._pending, batch)[0].sum())
+
+
+def _outcome(pending: DraftDecision | None, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Verified and accepted tokens [D] of each request of a decision; 0 where it is not in the batch as a decode."""
+    if pending is None:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    place = {request: row for row, request in enumerate(batch.request_ids)}
+    rows = np.array([place.get(request, -1) for request in pending.request_ids])
+    verified = np.where(rows >= 0, batch.num_rows[rows] - 1, 0)
+    # After a preemption the request comes back with a chunk of its text; fewer than decided were cut by a grammar.
+    verified = np.where(verified <= pending.lengths, verified, 0)
+    rejected = np.where(rows >= 0, batch.num_rejected[rows], 0)
+    return verified, np.maximum(verified - rejected, 0)
+
+
+def _size(batch: StepBatch, plan: DraftPlan, query_rows: int, num_verified: int) -> StepSize:
+    drafting = plan.drafting
+    return StepSize(
+        num_requests=len(batch.request_ids),
+        num_tokens=int(batch.num_rows.sum()),
+        num_verified=num_verified,
+        context_tokens=int(batch.context_lens.sum()),
+        attended_tokens=int(batch.num_rows @ batch.context_lens),
+        num_drafting=len(drafting),
+        query_rows=query_rows,
+        head_rows=len(drafting) * plan.num_positions,
+        draft_context_tokens=int(batch.context_lens[drafting].sum()),
+        context_rows=int((batch.num_rows - batch.num_rejected).sum()),
+    )
