@@ -69,7 +69,7 @@ def measure(drafter: Path, enabled: bool, options: argparse.Namespace) -> tuple[
             "model": str(drafter),
             "num_speculative_tokens": options.num_speculative_tokens,
         },
-        additional_config={"dflash": {"enabled": enabled}},
+        additional_config={"dflash": {"enabled": enabled, "draft_length": "fixed"}},
         use_tqdm_on_load=False,
     )
     conversations = [[{"role": "user", "content": question(i, i)}] for i in range(options.prompts)]

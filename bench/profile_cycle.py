@@ -57,7 +57,7 @@ def main() -> None:
             "model": str(DRAFTER),
             "num_speculative_tokens": options.num_speculative_tokens,
         },
-        additional_config={"dflash": {"enabled": not options.native}},
+        additional_config={"dflash": {"enabled": not options.native, "draft_length": "fixed"}},
         use_tqdm_on_load=False,
     )
     conversations = [[{"role": "user", "content": question(1, i)}] for i in range(options.concurrency)]

@@ -37,16 +37,24 @@ def circumstances() -> dict[str, str]:
     """Machine, versions, commit and date."""
     return {
         "machine": machine(),
-        "vllm": installed_vllm(),
+        "vllm": _vllm(),
         "torch": version("torch"),
         "commit": commit() or "",
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def append_csv(name: str, rows: list[dict[str, Any]]) -> None:
-    """Add rows to bench/results/`name`.csv, with a header where the file is new."""
-    file = REPOSITORY / "bench" / "results" / f"{name}.csv"
+def _vllm() -> str:
+    try:
+        return installed_vllm()
+    except ModuleNotFoundError:  # the kernels' bench does without
+        return "none"
+
+
+def append_csv(name: str, rows: list[dict[str, Any]], folder: Path = REPOSITORY / "bench" / "results") -> None:
+    """Add rows to `name`.csv in `folder`, with a header where the file is new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.csv"
     is_new = not file.exists()
     with file.open("a", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))

@@ -55,6 +55,7 @@ def serve(
         max_model_len=max_model_len,
         max_num_seqs=batch_size,
         speculative_config=speculative,
+        additional_config={"dflash": {"draft_length": "fixed"}},  # the drafter is measured, not what pays here
         per_request_spec_decode_metrics="detailed",
     )
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
