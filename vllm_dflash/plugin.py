@@ -131,11 +131,16 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
 
 def _verify_request(original: Callable[..., Any], params: Any, *args: Any, **named: Any) -> Any:
     """In place of `SamplingParams.verify(model_config, speculative_config, ...)`."""
+    from vllm.exceptions import VLLMValidationError
+
     from vllm_dflash.requests import draft_limit
 
     speculative_config = args[1] if len(args) > 1 else named.get("speculative_config")
     if speculative_config is not None and speculative_config.method == "dflash":
-        draft_limit(params.extra_args)
+        try:
+            draft_limit(params.extra_args)
+        except ValueError as error:  # which the server would take for a fault of its own
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return original(params, *args, **named)
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 from test_cpu_backend import dflash, p_value, plain_texts, sample  # noqa: F401  (fixtures)
 from test_reference import compare_drafts, load_reference
+from vllm.exceptions import VLLMValidationError
 
 from vllm_dflash.draft_length import DraftLengthController, ScheduledLengths
 from vllm_dflash.length_control import LengthControl
@@ -102,6 +103,6 @@ def test_a_request_bounds_its_own_drafts(engine, served, tiny_target, extra_args
 
 
 def test_a_request_with_a_bad_bound_is_refused(served):
-    with pytest.raises(ValueError, match="'dflash_max_draft' is -1; give a whole number"):
+    with pytest.raises(VLLMValidationError, match="'dflash_max_draft' is -1; give a whole number"):
         served.generate(PROMPTS[:1], max_tokens=4, extra_args={"dflash_max_draft": -1})
     assert len(served.token_ids(PROMPTS[:1], max_tokens=4)[0]) == 4

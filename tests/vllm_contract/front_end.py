@@ -49,6 +49,7 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             contains="speculative_config.use_dflash(); self.num_speculative_tokens + 1",
         ),
     ),
+    "vllm.exceptions": (Row("VLLMValidationError", "plugin.py"),),
     "vllm.engine.arg_utils": (
         Row(
             "EngineArgs", "plugin.py", fields="speculative_config spec_method spec_model spec_tokens additional_config"
