@@ -40,15 +40,13 @@ def main() -> None:
     kinds |= {f"ours, K={k}": Kind(k, draft_length="fixed") for k in options.fixed}
     kinds[AUTO] = Kind(max(options.fixed))
     engines = start_engines(kinds, options)
-    rows = []
     for task, ask in tasks(options.data).items():
         for concurrency in options.concurrency:
             rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c))
             cell = {"task": task, "concurrency": concurrency} | ratios(rates)
             print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
             facts = {"rounds": options.rounds, "max_tokens": options.max_tokens, "dtype": options.dtype}
-            rows.append(cell | facts | {"drafter": Path(options.drafter).name} | circumstances())
-    append_csv("draft_length", rows)
+            append_csv("draft_length", [cell | facts | {"drafter": Path(options.drafter).name} | circumstances()])
 
 
 def tasks(files: list[str]) -> dict[str, Callable[[int, int], list[str]]]:

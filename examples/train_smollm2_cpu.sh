@@ -3,10 +3,10 @@
 #
 #   examples/train_smollm2_cpu.sh prompts.jsonl benchmark-prompts.jsonl
 #
-# Measured on 2 cores of an AMD EPYC (AVX2, about 65 GFLOP/s in float32), 2026-11-30, for 1,408 examples with 309,000 answer
-# tokens: features 210 tokens/s (35 minutes), steps 1.5 s with both cores (52 minutes of steps, in two runs), 2.6 GB of
-# memory, features 5.9 kB per token on disk. tau by serving, greedy, K = 7: mean of six tasks 1.74, GSM8K 2.07.
-# More examples, not more steps, is what raises it: see bench/results/learning_curve.csv.
+# Measured on 2 cores of an AMD EPYC (AVX2, about 65 GFLOP/s in float32), 2026-11-30, for 2,463 examples with 545,000 answer
+# tokens: features 120 tokens/s on one core (210 on both), steps of 384 blocks 3 s on one core (102 minutes of steps, in three
+# runs), 6 GB of memory with 4.4 GB of features mapped, 5.9 kB of features per token on disk. tau, greedy, K = 7: mean of six
+# tasks 1.82, GSM8K 2.13. More examples, not more steps, is what raises it: see bench/results/learning_curve.csv.
 #
 # prompts.jsonl            rows {"id", "prompt"} or {"id", "messages"}: what your users ask
 # benchmark-prompts.jsonl  what acceptance is measured on; prepare refuses training prompts that overlap with it
