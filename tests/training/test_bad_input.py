@@ -147,7 +147,8 @@ def test_a_drafter_of_another_target(
 def test_a_drafter_with_another_draft_vocabulary(task: TinyTask, tmp_path: Path, loaded: list[str]) -> None:
     extra = {"lm_head.weight": torch.zeros(16, 64), "d2t": torch.arange(16)}
     drafter = write_tiny_drafter(tmp_path / "drafter", extra, vocab_size=64, draft_vocab_size=16)
-    flags = ["--from-pretrained", str(drafter), "--draft-vocab-size", "32"]
+    own = ["--num-layers", "3", "--mask-token-id", "0"]
+    flags = ["--from-pretrained", str(drafter), *own, "--draft-vocab-size", "32"]
     assert f"drafter '{drafter}' has draft_vocab_size 16, but --draft-vocab-size is 32" in refused(
         task, tmp_path / "out", *flags
     )
