@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def in_own_process(kind: str, context: int) -> dict[str, float]:
-    command = [sys.executable, *sys.argv, "--one", kind, str(context)]
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--one", kind, str(context)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
