@@ -147,10 +147,7 @@ class Drafter(DFlashQwen3ForCausalLM):
         """
         if self.fused_head is not None:
             return self.fused_head.confident_tokens(hidden_states)[0]
-        tokens = self.logits_processor(self.lm_head, hidden_states).argmax(dim=-1)
-        if self.draft_id_to_target_id is not None:
-            tokens = tokens + self.draft_id_to_target_id[tokens]  # d2t holds offsets
-        return tokens
+        return self._target_ids(self.logits_processor(self.lm_head, hidden_states).argmax(dim=-1))
 
     def confident_tokens(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`greedy_tokens` with the probability [N] float32 of each."""
@@ -159,6 +156,8 @@ class Drafter(DFlashQwen3ForCausalLM):
         logits = self.logits_processor(self.lm_head, hidden_states).float()
         largest, tokens = logits.max(dim=-1)
         confidences = 1 / (logits - largest[:, None]).exp_().sum(-1)
-        if self.draft_id_to_target_id is not None:
-            tokens = tokens + self.draft_id_to_target_id[tokens]
-        return tokens, confidences
+        return self._target_ids(tokens), confidences
+
+    def _target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        offsets = self.draft_id_to_target_id  # d2t
+        return tokens if offsets is None else tokens + offsets[tokens]

@@ -1,6 +1,6 @@
 """Our Triton kernels in the drafter, in place of vLLM's operations; each only where it computes the same here.
 
-    feature fusion     fc over features, row statistics with it            Drafter.fuse
+    feature fusion     fc over features, row statistics with it            Drafter.store_context
     context K/V        norm, projection, K-norm, RoPE, cache, all layers   ContextKV.store
     block attention    paged context and block, block K/V not stored       forward of the layers' attention
     draft head         most probable tokens, logits not written            Drafter.confident_tokens
@@ -116,12 +116,10 @@ class FusedHead:
         processor, head = drafter.logits_processor, drafter.lm_head
         if drafter.vllm_config.parallel_config.tensor_parallel_size > 1:
             raise UnsupportedError("the head is split over GPUs")
-        if (
-            processor.logits_as_input
-            or not getattr(head, "weight", torch.empty(0, dtype=torch.int8)).is_floating_point()
-        ):
+        weight = getattr(head, "weight", None)
+        if processor.logits_as_input or weight is None or not weight.is_floating_point():
             raise UnsupportedError("the head is quantised")
-        self._weight, self._bias = head.weight.data, getattr(head, "bias", None)
+        self._weight, self._bias = weight.data, getattr(head, "bias", None)
         self._options: dict[str, Any] = {
             "num_tokens": min(processor.org_vocab_size, len(self._weight)),
             "softcap": processor.soft_cap or 0.0,
@@ -149,7 +147,7 @@ class FusedAttention:
         impl = attention.attn.impl
         if impl.alibi_slopes is not None or impl.logits_soft_cap or impl.kv_sharing_target_layer_name is not None:
             raise UnsupportedError("ALiBi, a logits soft cap, or a cache shared between layers")
-        self._layer, self._impl = attention.attn, impl
+        self._impl = impl
         self._causal, self._sliding_window = attention.causal, attention.sliding_window or 0
         self._sinks = attention.attention_sink_bias
 

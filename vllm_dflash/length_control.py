@@ -107,13 +107,13 @@ class LengthControl:
         """
         now = self._clock()
         if self._last_ids.intersection(batch.request_ids):
+            verified, accepted = _outcome(self._pending, batch)
             step = TimedStep(
-                _size(batch, plan, query_rows, self._verified(batch)),
+                _size(batch, plan, query_rows, int(verified.sum())),
                 seconds=now - self._last_end,
                 draft_seconds=draft_seconds,
                 context_seconds=context_seconds,
             )
-            verified, accepted = _outcome(self._pending, batch)
             self.lengths.observe(self._pending, verified, accepted, step)
             if self._trace is not None:
                 self._trace.write(step, self._pending, verified, accepted)
@@ -126,9 +126,6 @@ class LengthControl:
         if self._log is not None and now >= self._next_line:
             self._next_line = now + _LOG_EVERY
             self._log(self.lengths.counters.line())
-
-    def _verified(self, batch: StepBatch) -> int:
-        return int(_outcome(self._pending, batch)[0].sum())
 
 
 def _outcome(pending: DraftDecision | None, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
