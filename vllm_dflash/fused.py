@@ -5,8 +5,8 @@
     block attention    paged context and block, block K/V not stored       forward of the layers' attention
     draft head         most probable tokens, logits not written            Drafter.confident_tokens
 
-`admit` builds what a drafter and a machine allow and compares each kernel with vLLM's operations on the loaded weights,
-at start-up and before CUDA graphs are captured. What is not supported, fails or differs is left to vLLM, with one
+`admit` builds what a drafter and a machine allow and compares each kernel with vLLM's operations on the loaded weights
+(attention, which would need vLLM's metadata, with its twin), at start-up and before CUDA graphs are captured. What is not supported, fails or differs is left to vLLM, with one
 line that says why. On a CPU nothing is admitted: vLLM's oneDNN kernels are faster there than our twins.
 """
 
