@@ -6,8 +6,9 @@
     draft head         most probable tokens, logits not written            Drafter.confident_tokens
 
 `admit` builds what a drafter and a machine allow and compares each kernel with vLLM's operations on the loaded weights
-(attention, which would need vLLM's metadata, with its twin), at start-up and before CUDA graphs are captured. What is not supported, fails or differs is left to vLLM, with one
-line that says why. On a CPU nothing is admitted: vLLM's oneDNN kernels are faster there than our twins.
+(attention, which would need vLLM's metadata, with its twin), at start-up and before CUDA graphs are captured. What is
+not supported, fails or differs is left to vLLM, with one line that says why. On a CPU nothing is admitted: vLLM's
+oneDNN kernels are faster there than our twins.
 """
 
 from __future__ import annotations
