@@ -35,7 +35,7 @@ class Clock:
 
 def batch(ids: str, num_rows: list[int], num_rejected: list[int], context_lens: list[int], cap: int = 3) -> StepBatch:
     rows, rejected, lens, caps = (np.array(v) for v in (num_rows, num_rejected, context_lens, [cap] * len(ids)))
-    return StepBatch(tuple(ids), rows, rejected, lens, caps, is_seeded=np.zeros(len(ids), dtype=bool))
+    return StepBatch(tuple(ids), rows, rejected, lens, True, caps, is_seeded=np.zeros(len(ids), dtype=bool))
 
 
 def step(control: LengthControl, clock: Clock, seconds: float, this: StepBatch, alive: str | None = None) -> None:

@@ -1,24 +1,28 @@
 """Names and shapes of a drafter's tensors, checked against its config before anything is loaded.
 
-Only the headers of the safetensors files are read. vLLM itself leaves a parameter that no tensor fills at
-random values without a word, and acceptance is then near zero with nothing to explain it.
+Headers of the safetensors files are read first, values only where all else is right. vLLM itself leaves a parameter
+that no tensor fills at random values without a word, and acceptance is then near zero with nothing to explain it.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import safe_open
+
 from vllm_dflash.config import DFlashConfig
+from vllm_dflash.weight_files import StoredTensor, read_headers
 
 #: Tensors that a checkpoint may carry and that are not needed: the inverse of d2t, and RoPE buffers.
 _IGNORED = ("t2d", "inv_freq")
+#: Types of weights that are not quantised, as safetensors writes them.
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 def check_checkpoint(folder: Path, config: DFlashConfig) -> None:
-    """Refuse a checkpoint with a missing, superfluous or misshapen tensor.
+    """Refuse a checkpoint with a missing, superfluous, misshapen or senseless tensor.
 
     Args:
         folder: local folder with `*.safetensors`.
@@ -27,7 +31,8 @@ def check_checkpoint(folder: Path, config: DFlashConfig) -> None:
     Raises:
         ValueError: names the tensors, and the nearest expected name of one that is not known.
     """
-    found = read_tensor_shapes(folder)
+    stored = read_headers(folder)
+    found = {name: tensor.shape for name, tensor in stored.items()}
     required, optional = expected_tensors(config)
     if config.is_quantised:
         problems = _missing_modules(found, required)
@@ -43,19 +48,25 @@ def check_checkpoint(folder: Path, config: DFlashConfig) -> None:
             for name, shape in sorted((required | optional).items())
             if name in found and found[name] != shape
         ]
+        problems += _wrong_types(stored, required | optional)
     if config.draft_vocab_size != config.vocab_size:
-        stored = found.keys() | _modules(found)
+        known = found.keys() | _modules(found)
         problems += [
             f"'{name}' is missing, although draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
             f"{config.vocab_size}"
             for name in ("d2t", "lm_head")
-            if name not in stored
+            if name not in known
         ]
     if problems:
         raise ValueError(
             f"drafter '{config.name}' and its config.json do not fit together; it would draft from random values: "
             + "; ".join(problems)
             + ". Re-export the checkpoint."
+        )
+    if broken := _not_finite(stored):
+        raise ValueError(
+            f"drafter '{config.name}' has values that are NaN or infinite in {', '.join(broken)}, from which it cannot "
+            f"draft; its training diverged or the files are damaged. Download it again, or use an earlier checkpoint."
         )
 
 
@@ -102,33 +113,34 @@ def read_tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: there is no safetensors file, or one is damaged.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"drafter '{folder}' has no *.safetensors file; save it in the safetensors format (pickled weights are "
-            f"not read, because loading them can run code)."
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes |= _read_header(file)
-    return shapes
+    return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_len = int.from_bytes(stream.read(8), "little")
-        try:
-            if not 0 < header_len <= size - 8:
-                raise ValueError(f"a header of {header_len} bytes is announced, the file has {size}")
-            header = json.loads(stream.read(header_len))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if end + 8 + header_len != size:
-                raise ValueError(f"{end + 8 + header_len} bytes are announced, {size} are there")
-            return {name: tuple(entry["shape"]) for name, entry in header.items()}
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"'{file}' is damaged or truncated ({error}); copy or download it again.") from error
+def _wrong_types(stored: dict[str, StoredTensor], known: Iterable[str]) -> list[str]:
+    """Tensors that loading would convert into numbers that mean nothing."""
+    return [
+        f"'{name}' has type {stored[name].dtype}, which is none of {', '.join(_types(name))}"
+        for name in sorted(known)
+        if name in stored and stored[name].dtype not in _types(name)
+    ]
+
+
+def _types(name: str) -> tuple[str, ...]:
+    return ("I64", "I32") if name == "d2t" else _FLOATS
+
+
+def _not_finite(stored: dict[str, StoredTensor]) -> list[str]:
+    """Names of the tensors with NaN or infinities; reads all of them, a gigabyte in about a second."""
+    import torch
+
+    broken = []
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, "pt") as opened:
+            for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
+                # One pass: a sum is finite where all of its terms are.
+                if stored[name].dtype in _FLOATS and not opened.get_tensor(name).sum(dtype=torch.float64).isfinite():
+                    broken.append(name)
+    return broken
 
 
 def _missing_modules(found: dict[str, tuple[int, ...]], required: dict[str, tuple[int, ...]]) -> list[str]:

@@ -10,13 +10,15 @@ from typing import Any
 
 from vllm_dflash import __version__
 
-#: Commands of the trainer: name, module of vllm_dflash.training, what it does.
-_TRAINING = (
-    ("prepare", "prepare", "rows of text to token ids with a mask of what the target wrote"),
-    ("regenerate", "regenerate", "have the target answer prompts, for a drafter to learn from"),
-    ("train", "train", "train a drafter"),
-    ("eval", "evaluate", "measure a drafter's acceptance length"),
-    ("export", "export", "write a checkpoint or drafter in another format, with a model card"),
+#: Commands with a module of their own: name, module of vllm_dflash, what it does.
+_COMMANDS = (
+    ("doctor", "doctor.command", "say whether a drafter works, and if not, why"),
+    ("parity", "parity.command", "compare text with and without drafts, and say of each difference what it is"),
+    ("prepare", "training.prepare", "rows of text to token ids with a mask of what the target wrote"),
+    ("regenerate", "training.regenerate", "have the target answer prompts, for a drafter to learn from"),
+    ("train", "training.train", "train a drafter"),
+    ("eval", "training.evaluate", "measure a drafter's acceptance length"),
+    ("export", "training.export", "write a checkpoint or drafter in another format, with a model card"),
 )
 
 
@@ -63,8 +65,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     target = commands.add_parser("target", help="print the folder of a demo target, making it on first use")
     target.add_argument("name", nargs="?", default="smollm2", help="which target (default smollm2)")
     target.set_defaults(run=_target)
-    for name, module, purpose in _TRAINING:
-        _add_training_command(commands, name, module, purpose, with_flags=name == _command(arguments))
+    for name, module, purpose in _COMMANDS:
+        _add_command(commands, name, module, purpose, with_flags=name == _command(arguments))
     return parser
 
 
@@ -73,11 +75,11 @@ def _command(arguments: Sequence[str]) -> str | None:
     return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
-def _add_training_command(commands: Any, name: str, module: str, purpose: str, with_flags: bool) -> None:
+def _add_command(commands: Any, name: str, module: str, purpose: str, with_flags: bool) -> None:
     """Add a command; its flags, which import torch, only where it is the one that was called."""
     parser = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
     if with_flags:
-        command = importlib.import_module(f"vllm_dflash.training.{module}")
+        command = importlib.import_module(f"vllm_dflash.{module}")
         command.add_arguments(parser)
         parser.set_defaults(run=command.run)
 

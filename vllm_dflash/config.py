@@ -8,6 +8,7 @@ that does not fit its target before anything is loaded. It imports neither torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,11 @@ from typing import Any, Literal
 #: A target whose vocabulary is at most this much larger than the drafter's has padded embedding rows, not
 #: another tokenizer: inference frameworks pad to multiples of at most 512.
 MAX_VOCAB_PADDING = 512
+
+#: More than any drafter has, and little enough to build anything with: numbers beyond come from damage or malice.
+_MOST_LAYERS, _MOST_POSITIONS, _MOST = 1000, 2**24, 2**31 - 1
+#: Drafted tokens per step that vLLM can verify (v1/sample/rejection_sampler.py, MAX_SPEC_LEN).
+_MOST_DRAFTED = 128
 
 _SLIDING = "sliding_attention"
 
@@ -65,7 +71,7 @@ class DFlashConfig:
     @property
     def max_speculative_tokens(self) -> int | None:
         """K of the trained block: all slots but the anchor."""
-        return None if self.draft_block_size is None else self.draft_block_size - 1
+        return None if self.draft_block_size is None else min(self.draft_block_size - 1, _MOST_DRAFTED)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], name: str) -> DFlashConfig:
@@ -245,7 +251,7 @@ def _build(
         hidden_size=hidden_size,
         target_hidden_size=_number(outer, "target_hidden_size", name, hidden_size),
         intermediate_size=_number(layers, "intermediate_size", name),
-        num_layers=_number(layers, "num_hidden_layers", name),
+        num_layers=len(layer_slides),
         num_heads=num_heads,
         num_kv_heads=_number(layers, "num_key_value_heads", name, num_heads),
         head_dim=_number(layers, "head_dim", name, hidden_size // num_heads),
@@ -254,10 +260,10 @@ def _build(
         num_target_layers=outer.get("num_target_layers"),
         layer_causal=layer_causal,
         sliding_windows=tuple(sliding_window if slides else None for slides in layer_slides),
-        rms_norm_eps=layers.get("rms_norm_eps") or 1e-6,
+        rms_norm_eps=_positive(layers, "rms_norm_eps", name) or 1e-6,
         # vLLM's default where a drafter names no base (qwen3_dflash.py, DFlashQwen3DecoderLayer).
-        rope_theta=layers.get("rope_theta") or rope.get("rope_theta") or 1_000_000.0,
-        max_position_embeddings=layers.get("max_position_embeddings") or 32768,
+        rope_theta=_positive(layers, "rope_theta", name) or _positive(rope, "rope_theta", name) or 1_000_000.0,
+        max_position_embeddings=_number(layers, "max_position_embeddings", name, 32768, most=_MOST_POSITIONS),
         attention_bias=bool(layers.get("attention_bias", False)),
         has_attention_sinks=has_attention_sinks,
         is_quantised=any(section.get("quantization_config") for section in (outer, layers)),
@@ -284,7 +290,7 @@ def _check_own_values(config: DFlashConfig) -> None:
 
 
 def _layer_types(layers: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    num_layers = _number(layers, "num_hidden_layers", name)
+    num_layers = _number(layers, "num_hidden_layers", name, most=_MOST_LAYERS)
     kinds = layers.get("layer_types") or ["full_attention"] * num_layers
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
         raise _wrong(name, "layer_types", kinds, f"num_hidden_layers {num_layers}")
@@ -298,11 +304,25 @@ def _layer_ids(section: Mapping[str, Any], key: str, name: str) -> list[int]:
     return list(value)
 
 
-def _number(section: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+def _number(section: Mapping[str, Any], key: str, name: str, default: int | None = None, most: int = _MOST) -> int:
     """A count or size; `default` where it is absent or null."""
     value = default if section.get(key) is None else section[key]
     if type(value) is not int or value < 1:
         raise _wrong(name, key, value, "it must be a whole number of at least 1")
+    if value > most:
+        raise _wrong(
+            name, key, value if value < 10**20 else "of more than 20 digits", f"no drafter has more than {most}"
+        )
+    return value
+
+
+def _positive(section: Mapping[str, Any], key: str, name: str) -> float | None:
+    """A positive number that is not necessarily whole; None where it is absent, null or 0."""
+    value = section.get(key)
+    if not value:
+        return None
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(name, key, value, "it must be a positive number")
     return value
 
 

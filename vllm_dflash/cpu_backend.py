@@ -8,21 +8,71 @@ K-norm of context keys
     defect (same): `ops.rms_norm` ignores all but the first row of a [layers, head_dim] weight, as which
     `_normalize_context_k` in model_executor/models/qwen3_dflash.py passes it, so every layer's context keys are
     scaled by layer 0's weight. Can go when the CPU kernel selects the weight by the outermost index.
+Seeds of requests whose prompt comes in chunks
+    defect (same): a chunk's last row is sampled like any other and the token dropped; to undo that, `_bookkeeping_sync`
+    in v1/worker/gpu_model_runner.py winds the request's generator back by `set_offset`, which CPU generators do not
+    have. The engine dies of it, with or without speculation. Can go when it rewinds CPU generators in another way.
+top_k in steps that verify nothing
+    defect (same): `apply_top_k_only` in v1/sample/ops/topk_topp_sampler.py, which only CPUs use, asks for the largest
+    of no values when the rejection sampler has no rows, as in the first step of any request. The engine dies of it
+    where a sampled request has top_k and none has top_p. Can go when it accepts no rows.
 
-Both are shown by tests/engine/test_cpu_backend.py. The second needs no rebinding: `context_kv.py` normalises each
-layer by itself.
+Shown by tests/engine/test_cpu_backend.py and tests/faults/test_cpu_crashes.py. K-norm needs no rebinding:
+`context_kv.py` normalises each layer by itself.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
 import torch
+
+_MARK = "_vllm_dflash"  # on a rebound function: it is ours already
 
 
 def correct() -> None:
-    """Rebind `expand_batch_to_tokens` of vLLM's rejection sampler. Idempotent."""
+    """Rebind two functions of vLLM's samplers, and `sample_tokens` of its runner. Idempotent."""
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    for owner, name, change in (
+        (topk_topp_sampler, "apply_top_k_only", _with_rows_only),
+        (GPUModelRunner, "sample_tokens", _sparing_generators),
+    ):
+        if not getattr(getattr(owner, name), _MARK, False):
+            setattr(owner, name, change(getattr(owner, name)))
+            setattr(getattr(owner, name), _MARK, True)
+
+
+def _with_rows_only(apply_top_k_only: Any) -> Any:
+    """`apply_top_k_only(logits, k)` for steps without rows too."""
+
+    @functools.wraps(apply_top_k_only)
+    def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return apply_top_k_only(logits, k) if len(logits) else logits
+
+    return apply_to_rows
+
+
+def _sparing_generators(sample_tokens: Any) -> Any:
+    """`GPUModelRunner.sample_tokens` without the generators of requests whose token of this step is dropped."""
+
+    @functools.wraps(sample_tokens)
+    def sample_with_the_others(runner: Any, *args: Any, **named: Any) -> Any:
+        batch = runner.input_batch
+        dropped = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        # Without its own, a row draws from the default generator, and there is nothing to wind back.
+        spared = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
+        try:
+            return sample_tokens(runner, *args, **named)
+        finally:
+            batch.generators.update(spared)
+
+    return sample_with_the_others
 
 
 def expand_batch_to_tokens(

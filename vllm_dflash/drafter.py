@@ -16,6 +16,7 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 
 from vllm_dflash import LOGGER, __version__
 from vllm_dflash.context_kv import ContextKV
+from vllm_dflash.draft_sampling import Candidates
 from vllm_dflash.fused import FusedContext, FusedHead, admit
 from vllm_dflash.options import DFlashOptions
 from vllm_dflash.targets import cache_folder
@@ -157,6 +158,14 @@ class Drafter(DFlashQwen3ForCausalLM):
         largest, tokens = logits.max(dim=-1)
         confidences = 1 / (logits - largest[:, None]).exp_().sum(-1)
         return self._target_ids(tokens), confidences
+
+    def candidates(self, hidden_states: torch.Tensor, count: int) -> Candidates:
+        """The `count` most probable tokens of each row [N, hidden], or all where the draft vocabulary is smaller."""
+        if self.fused_head is not None:
+            return self.fused_head.candidates(hidden_states, count)
+        logits = self.logits_processor(self.lm_head, hidden_states).float()
+        largest, tokens = logits.topk(min(count, logits.shape[1]))
+        return Candidates(largest, self._target_ids(tokens), logits.logsumexp(-1))
 
     def _target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         offsets = self.draft_id_to_target_id  # d2t

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dflash import LOGGER
+from vllm_dflash.draft_sampling import Candidates
 from vllm_dflash.triton_kernels import tuning
 from vllm_dflash.triton_kernels.block_attention import block_attention, block_attention_torch
 from vllm_dflash.triton_kernels.cache_table import CacheTable
@@ -132,6 +133,12 @@ class FusedHead:
         """As `Drafter.confident_tokens`."""
         drafted = draft_head(hidden_states, self._weight, bias=self._bias, **self._options)
         return drafted.tokens[:, 0], (drafted.logits[:, 0] - drafted.log_sum_exp).exp()
+
+    def candidates(self, hidden_states: torch.Tensor, count: int) -> Candidates:
+        """As `Drafter.candidates`."""
+        count = min(count, self._options["num_tokens"])
+        drafted = draft_head(hidden_states, self._weight, bias=self._bias, top_k=count, **self._options)
+        return Candidates(drafted.logits, drafted.tokens, drafted.log_sum_exp)
 
 
 class FusedAttention:

@@ -47,6 +47,7 @@ class StepBatch:
     num_rows: np.ndarray  # [R] rows of the target pass
     num_rejected: np.ndarray  # [R] rows at their end that the target refused
     context_lens: np.ndarray  # [R] accepted tokens so far, those of this pass included
+    has_exact_lens: bool  # False: they may count rows that were rejected, because a GPU was not waited for
     caps: np.ndarray  # [R] most tokens that each can draft now; 0 = none
     is_seeded: np.ndarray  # [R] bool: sampled, with a seed
 

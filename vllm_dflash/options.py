@@ -16,6 +16,7 @@ class DFlashOptions:
 
     enabled: bool = True  # False leaves vLLM's native DFlash in place, untouched
     draft_length: Literal["auto", "fixed"] = "auto"  # auto: decided in every step; fixed: always K tokens
+    draft_sampling: Literal["auto", "fixed"] = "auto"  # auto: drawn or taken as measured; fixed: draft_sample_method
     kernels: Literal["auto", "off"] = "auto"  # auto: our Triton kernels on a GPU, where they compute the same
     trace: str = ""  # file that gets a line per step, for bench/simulate.py
 

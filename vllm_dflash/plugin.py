@@ -11,17 +11,29 @@ EngineArgs.create_speculative_config     check the pair and set K before anythin
   (engine/arg_utils.py)                  repair causality
 SamplingParams.verify                    a request's `vllm_xargs` about drafting is refused    vLLM has a hook there
   (sampling_params.py)                   where it means nothing, with HTTP 400
+SamplingParams._validate_spec_decode     `min_p` and `logit_bias` need not be refused,         vLLM verifies with
+  (sampling_params.py)                   see verification.py                                   them
+build_logitsprocs                        the same: their state is kept with speculation too   the same
+  (v1/worker/gpu_model_runner.py)
 DFlashProposer.__new__                   our proposer in the V1 runner                        vLLM has a registry of
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
 GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM verifies no
   (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the rejection sampler  placeholders
+GPUModelRunner._get_spec_decode_draft_   distributions of drawn drafts wait in our proposer,   the same
+  probs (v1/worker/gpu_model_runner.py)  for as long as the drafts do
+get_kv_cache_groups                      the drafter's layers stay in one group, see           the V1 runner drafts
+  (v1/core/kv_cache_utils.py)            kv_groups.py                                         over several groups
+Worker.load_model                        targets that hand out no hidden states are refused    vLLM says so early
+  (v1/worker/gpu_worker.py)              before they are loaded
 Worker.compile_or_warm_up_model          kernels are admitted before graphs are captured,     vLLM calls drafters
   (v1/worker/gpu_worker.py, CPUWorker    and steps are timed when all is warm                 there
   in v1/worker/cpu_worker.py)
 expand_batch_to_tokens                   wrong on CPUs, see cpu_backend.py                    see there
   (v1/sample/rejection_sampler.py)
+apply_top_k_top_p (there, and in         slow on CPUs, see cpu_sampling.py                    it sorts no vocabulary
+  v1/sample/ops/topk_topp_sampler.py)
 
 In the V2 runner (GPU) vLLM's own speculator drives our drafter.
 """
@@ -48,8 +60,9 @@ UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
 _ARCHITECTURE = "DFlashDraftModel"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+_GROUPS_MODULE = "vllm.v1.core.kv_cache_utils"
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
-_MARK = "_vllm_dflash"  # on a rebound function: it is ours already
+_MARK = "_vllm_dflash"  # on a rebound function: it is ours already; on a speculative config: we serve it
 
 
 def register() -> None:
@@ -65,7 +78,9 @@ def register() -> None:
     ModelRegistry.register_model(_ARCHITECTURE, "vllm_dflash.drafter:Drafter")
     _rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
     _rebind(SamplingParams, "verify", _verify_request)
+    _rebind(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
     _when_imported(_RUNNER_MODULE, _rebind_runner)
+    _when_imported(_GROUPS_MODULE, lambda module: _rebind(module, "get_kv_cache_groups", _kv_cache_groups))
     for module_name in _WORKERS:
         _when_imported(module_name, _rebind_worker)
 
@@ -103,6 +118,7 @@ def _release(text: str) -> tuple[int, int]:
 
 def _create_speculative_config(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
     """In place of `EngineArgs.create_speculative_config(target_model_config, target_parallel_config)`."""
+    from vllm_dflash.refusals import check_engine
     from vllm_dflash.speculative_config import correct_draft_config, given_settings, read_drafter, target_shape
 
     if not DFlashOptions.from_additional_config(args.additional_config).enabled:
@@ -112,6 +128,7 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
         return original(args, *positional, **named)
     target_model_config = positional[0] if positional else named["target_model_config"]
     config.check_target(target_shape(target_model_config))
+    check_engine(args, config)
     given = given_settings(args.speculative_config)
     num_speculative_tokens, warning = config.resolve_num_speculative_tokens(
         given.get("num_speculative_tokens", args.spec_tokens)
@@ -126,6 +143,7 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
             setattr(args, flag, None)
     speculative_config = original(args, *positional, **named)
     correct_draft_config(speculative_config, config)
+    setattr(speculative_config, _MARK, True)  # goes with it into every process
     return speculative_config
 
 
@@ -144,6 +162,12 @@ def _verify_request(original: Callable[..., Any], params: Any, *args: Any, **nam
     return original(params, *args, **named)
 
 
+def _validate_spec_decode(original: Callable[..., None], params: Any, speculative_config: Any) -> None:
+    """In place of `SamplingParams._validate_spec_decode(speculative_config)`."""
+    if not getattr(speculative_config, _MARK, False):
+        original(params, speculative_config)
+
+
 def is_served_by_us(vllm_config: Any) -> bool:
     """Is the plugin switched on, and the drafter a plain one? Variants such as Laguna's keep vLLM's proposer."""
     architectures = vllm_config.speculative_config.draft_model_config.architectures
@@ -156,10 +180,49 @@ def _rebind_runner(runner_module: ModuleType) -> None:
     _rebind_constructor(runner_module.DFlashProposer)
     _rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
     _rebind(runner_module.GPUModelRunner, "_update_states", _update_states)
+    _rebind(runner_module.GPUModelRunner, "_get_spec_decode_draft_probs", _draft_probs)
+    _rebind(runner_module, "build_logitsprocs", _build_logitsprocs)
+
+
+def _build_logitsprocs(original: Callable[..., Any], vllm_config: Any, *args: Any, **named: Any) -> Any:
+    """In place of `build_logitsprocs(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)`."""
+    is_pooling_model, custom_logitsprocs = args[2:4]
+    speculative_config = vllm_config.speculative_config
+    if is_pooling_model or custom_logitsprocs or not getattr(speculative_config, _MARK, False):
+        return original(vllm_config, *args, **named)
+    from vllm_dflash.verification import logits_processors
+
+    return logits_processors(vllm_config, *args[:2])
+
+
+def _kv_cache_groups(original: Callable[..., Any], vllm_config: Any, kv_cache_spec: Any) -> Any:
+    """In place of `get_kv_cache_groups(vllm_config, kv_cache_spec)`."""
+    groups = original(vllm_config, kv_cache_spec)
+    if not getattr(vllm_config.speculative_config, _MARK, False):
+        return groups
+    from vllm_dflash.kv_groups import with_draft_layers_together
+
+    return with_draft_layers_together(vllm_config, groups)
 
 
 def _rebind_worker(worker_module: ModuleType) -> None:
-    _rebind(getattr(worker_module, _WORKERS[worker_module.__name__]), "compile_or_warm_up_model", _then_prepare)
+    worker = getattr(worker_module, _WORKERS[worker_module.__name__])
+    _rebind(worker, "compile_or_warm_up_model", _then_prepare)
+    if "load_model" in vars(worker):  # CPUWorker inherits it
+        _rebind(worker, "load_model", _check_then_load)
+
+
+def _check_then_load(original: Callable[..., Any], worker: Any, *args: Any, **named: Any) -> Any:
+    """In place of `Worker.load_model()`."""
+    speculative_config = worker.vllm_config.speculative_config
+    if getattr(speculative_config, _MARK, False):
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        from vllm_dflash.refusals import check_target_class
+
+        target = worker.vllm_config.model_config
+        check_target_class(get_model_cls(target), target.model, speculative_config.draft_model_config.model)
+    return original(worker, *args, **named)
 
 
 def _then_prepare(original: Callable[..., Any], worker: Any) -> Any:
@@ -214,12 +277,19 @@ def _update_states(original: Callable[..., Any], runner: Any, scheduler_output: 
     return original(runner, scheduler_output)
 
 
+def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata: Any) -> Any:
+    """In place of `GPUModelRunner._get_spec_decode_draft_probs(spec_decode_metadata)`."""
+    if _is_ours(runner):
+        return runner.drafter.verified_probs(spec_decode_metadata)
+    return original(runner, spec_decode_metadata)
+
+
 def _is_ours(runner: Any) -> bool:
     proposer = sys.modules.get("vllm_dflash.proposer")
     return proposer is not None and isinstance(getattr(runner, "drafter", None), proposer.DraftProposer)
 
 
-def _rebind(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def _rebind(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method by `replacement(original, self, ...)`, once."""
     original = getattr(owner, name)
     if getattr(original, _MARK, False):

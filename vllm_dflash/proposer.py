@@ -6,7 +6,6 @@ Which rows a step has is drawn in triton_kernels/draft_inputs.py.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -17,14 +16,18 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_dflash import cpu_backend
 from vllm_dflash.draft_length import DraftPlan
+from vllm_dflash.draft_sampling import CANDIDATES, DraftSampling
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.length_control import LengthControl, StepBatch
 from vllm_dflash.length_setup import fixed_lengths, make_control
-from vllm_dflash.requests import draft_limit
+from vllm_dflash.options import DFlashOptions
+from vllm_dflash.requests import draft_limit, draft_sampling
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
+from vllm_dflash.verification import Verifier
 
 
 class DraftProposer(DFlashProposer):
@@ -37,8 +40,20 @@ class DraftProposer(DFlashProposer):
         self.runner = runner
         self.mask_token_id = self.parallel_drafting_token_id
         self.lengths: LengthControl = fixed_lengths(self.num_speculative_tokens)
+        self.sampling = DraftSampling(
+            is_drawn=self._enable_probabilistic_draft_probs and self.has_whole_logits,
+            chooses=self.may_choose_sampling(),
+        )
         if device.type == "cpu":
             cpu_backend.correct()
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the drafter; the runner, by now complete, verifies with our sampler from here on."""
+        super().load_model(target_model)
+        runner = self.runner
+        observe = self.learn_sampling if self.sampling.chooses else None
+        self.verifier = Verifier(runner.sampler, runner.speculative_config, runner.device, observe)
+        runner.rejection_sampler = self.verifier
 
     def prepare(self) -> None:
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
@@ -73,7 +88,6 @@ class DraftProposer(DFlashProposer):
             per request, empty for those.
         """
         started = time.perf_counter()
-        self._last_draft_probs = None
         positions = target_positions[0] if target_positions.dim() == 2 else target_positions
         batch = self.step_batch(common_attn_metadata, num_rejected_tokens_gpu, num_speculative_tokens)
         plan = self.lengths.plan(batch)
@@ -92,7 +106,7 @@ class DraftProposer(DFlashProposer):
         self.store_context(target_hidden_states, rows)
         stored = time.perf_counter()
         hidden = self.run_queries(rows, plan.drafting, common_attn_metadata, num_rejected_tokens_gpu)
-        tokens, confidences = self.sample(hidden, rows, plan, sampling_metadata)
+        tokens, confidences = self.sample(hidden, rows, plan, batch)
         decision = self.lengths.choose(plan, confidences)
         self.lengths.finish(
             batch,
@@ -129,7 +143,8 @@ class DraftProposer(DFlashProposer):
         num_reqs = metadata.num_reqs
         lengths = metadata.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
         rejected = np.zeros(num_reqs, dtype=np.int64)
-        if num_rejected is not None and (num_rejected.is_cpu or self.lengths.learns):
+        has_exact_lens = num_rejected is None or num_rejected.is_cpu or self.lengths.learns
+        if num_rejected is not None and has_exact_lens:
             rejected = num_rejected.cpu().numpy().astype(np.int64)[:num_reqs]
         lengths = lengths - rejected
         has_room = lengths + 1 + num_speculative_tokens <= self.max_draft_position
@@ -143,6 +158,7 @@ class DraftProposer(DFlashProposer):
             num_rows=np.diff(metadata.query_start_loc_cpu[: num_reqs + 1].numpy()).astype(np.int64),
             num_rejected=rejected,
             context_lens=lengths,
+            has_exact_lens=has_exact_lens,
             caps=np.where(has_room & ~is_prefilling, np.minimum(caps, num_speculative_tokens), 0),
             is_seeded=np.array([p is not None and p.seed is not None and p.temperature > 0 for p in parameters]),
         )
@@ -231,40 +247,70 @@ class DraftProposer(DFlashProposer):
         hidden: torch.Tensor | None,  # [D * Q, hidden] of the query rows
         rows: DraftRows,
         plan: DraftPlan,
-        sampling_metadata: SamplingMetadata,
+        batch: StepBatch,
     ) -> tuple[torch.Tensor, np.ndarray]:
         """Draft tokens [D, P] of the first P masks, and the maximum probability of each [D, P] where lengths need it.
 
-        Draft probabilities are kept where they were asked for.
+        Distributions of tokens that are drawn stay in `self.sampling` until they are verified.
         """
         num_drafting, num_positions = len(plan.drafting), plan.num_positions
+        self.sampling.keep_only(self.runner.requests)
         if hidden is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.device), np.empty((0, 0))
         num_masks = len(rows.sample_indices) // num_drafting
         wanted = rows.sample_indices.view(num_drafting, num_masks)[:, :num_positions].reshape(-1)
-        temperature = sampling_metadata.temperature
-        if temperature is not None and num_drafting < len(temperature):
-            chosen = torch.from_numpy(plan.drafting).to(temperature.device)
-            sampling_metadata = dataclasses.replace(sampling_metadata, temperature=temperature[chosen])
         hidden = hidden[wanted]
-        if self.lengths.learns and self.gives_confidences(sampling_metadata):
+        request_ids = [batch.request_ids[i] for i in plan.drafting]
+        settings = [draft_sampling(self.runner.requests[request].sampling_params) for request in request_ids]
+        draws, keeps_all = self.sampling.begin_step(settings)
+        if not batch.has_exact_lens:  # a seed's numbers are drawn by position
+            draws &= [setting.seed is None for setting in settings]
+        if draws.any() or keeps_all:
+            candidates = self.model.candidates(hidden, CANDIDATES)
+            anchors = batch.context_lens[plan.drafting]
+            tokens = self.sampling.propose(candidates, request_ids, settings, anchors, draws, keeps_all)
+            confidences = candidates.confidences
+        elif self.lengths.learns and self.has_whole_logits:
             tokens, confidences = self.model.confident_tokens(hidden)
-            probs = None
         else:
-            tokens, probs = self._sample_draft_tokens(hidden, sampling_metadata)
-            confidences = torch.ones(len(tokens)) if probs is None else probs.amax(-1)
-        if probs is not None:
-            # The runner looks rows up by request; requests that do not draft are never looked up.
-            by_request = probs.new_zeros(len(self.runner.input_batch.req_ids), num_positions, probs.shape[-1])
-            by_request[torch.from_numpy(plan.drafting)] = probs.view(num_drafting, num_positions, -1)
-            self._last_draft_probs = by_request
+            tokens = self._greedy_sample(hidden)
+            confidences = torch.ones(len(tokens))
         shape = (num_drafting, num_positions)
         return tokens.view(shape), confidences.float().cpu().numpy().reshape(shape)
 
-    def gives_confidences(self, sampling_metadata: SamplingMetadata) -> bool:
-        """Are drafts the most probable tokens of whole logits on this rank?"""
-        is_greedy = not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy
-        return is_greedy and not self.use_local_argmax_reduction and not self.use_heterogeneous_vocab
+    @property
+    def has_whole_logits(self) -> bool:
+        """Does this rank see the drafter's logits of the whole vocabulary?"""
+        return not self.use_local_argmax_reduction and not self.use_heterogeneous_vocab
+
+    def may_choose_sampling(self) -> bool:
+        """May drafts be drawn or taken as measured? What is measured lags behind under asynchronous scheduling."""
+        options = DFlashOptions.from_additional_config(self.vllm_config.additional_config)
+        is_async = self.vllm_config.scheduler_config.async_scheduling
+        return options.draft_sampling == "auto" and self.has_whole_logits and not is_async
+
+    def verified_probs(self, metadata: SpecDecodeMetadata) -> torch.Tensor | None:
+        """What the drafts that are verified now were drawn from [rows, vocabulary]; None where all were taken."""
+        request_ids = self.runner.input_batch.req_ids
+        vocab_size = self.runner.input_batch.vocab_size
+        drafts = metadata.draft_token_ids
+        return self.sampling.verified_probs(request_ids, metadata.num_draft_tokens, drafts, vocab_size)
+
+    def learn_sampling(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        sampled: torch.Tensor,
+    ) -> None:
+        """Hold drafts that were just verified against the target's distributions; see `verification.Observer`."""
+        request_ids = self.runner.input_batch.req_ids
+        if sampling_metadata.all_greedy or not self.sampling.wants(request_ids):
+            return
+        settings = [draft_sampling(self.runner.requests[request].sampling_params) for request in request_ids]
+        num_accepted = ((sampled >= 0).sum(1) - 1).tolist()
+        probs = self.verifier.target_probs(metadata, logits, sampling_metadata)
+        self.sampling.learn(request_ids, settings, metadata.num_draft_tokens, num_accepted, probs)
 
     def by_request(
         self,

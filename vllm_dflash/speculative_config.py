@@ -6,6 +6,8 @@ misreads in the drafter's config is set right. All of it runs in the front end, 
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,15 @@ def read_drafter(
     method, model = given.get("method", spec_method), given.get("model", spec_model)
     if model is None or method not in (None, "dflash"):
         return None
-    raw = _read_config_json(model, given.get("revision"))
-    if raw is None:
+    try:
+        raw = _read_config_json(model, given.get("revision"))
+    except (OSError, RecursionError, ValueError) as error:
         if method is None:
             return None
         raise ValueError(
-            f"drafter '{model}' has no readable config.json; give 'model' in the speculative config as a folder or a "
-            f"Hugging Face repository with a DFlash drafter."
-        )
+            f"drafter '{model}' has no readable config.json ({error}); give 'model' in the speculative config as a "
+            f"folder or a Hugging Face repository with a DFlash drafter."
+        ) from None
     if not is_dflash_config(raw):
         if method is None or _is_vllms_variant(raw):
             return None
@@ -104,11 +107,20 @@ def _is_vllms_variant(raw: dict[str, Any]) -> bool:
     return "LiLiCorrDraftModel" in (raw.get("architectures") or []) or bool(served.intersection(names))
 
 
-def _read_config_json(model: str, revision: str | None) -> dict[str, Any] | None:
+def _read_config_json(model: str, revision: str | None) -> dict[str, Any]:
+    """Content of config.json of a folder or a Hugging Face repository.
+
+    Raises:
+        OSError, RecursionError, ValueError: it cannot be read, or holds no mapping.
+    """
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    try:
+    if os.path.isdir(model):
+        raw = json.loads((Path(model) / "config.json").read_bytes())
+    else:
         raw = get_hf_file_to_dict("config.json", model, revision or "main")
-    except (OSError, ValueError):  # neither a folder nor the name of a repository, or not JSON
-        return None
-    return raw if isinstance(raw, dict) else None
+        if raw is None:
+            raise ValueError("neither a folder nor a repository that can be reached")
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, not a mapping")
+    return raw

@@ -118,6 +118,8 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             "plugin.py",
             signature="model_config speculative_config structured_outputs_config tokenizer",
         ),
+        Row("SamplingParams._validate_spec_decode", "plugin.py", signature="speculative_config"),
+        Row("SamplingParams", "requests.py", members="temperature top_k top_p min_p seed"),
         Row("SamplingParams", "training/generators.py", members="detokenize max_tokens output_kind seed temperature"),
         Row("RequestOutputKind", "training/generators.py", members="FINAL_ONLY"),
     ),

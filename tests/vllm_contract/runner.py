@@ -51,14 +51,65 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
-    "vllm.v1.sample.metadata": (Row("SamplingMetadata", "proposer.py", fields="temperature"),),
+    "vllm.v1.outputs": (Row("SamplerOutput", "verification.py", fields="sampled_token_ids"),),
+    "vllm.v1.sample.logits_processor": (
+        Row("LogitsProcessors", "verification.py"),
+        Row(
+            "build_logitsprocs",
+            "plugin.py",
+            signature="vllm_config device is_pin_memory is_pooling_model custom_logitsprocs",
+            contains="ctor(vllm_config, device, is_pin_memory)",
+        ),
+    ),
+    "vllm.v1.sample.logits_processor.state": (
+        Row("LogitsProcessors.__init__", "verification.py", sets="argmax_invariant non_argmax_invariant"),
+    ),
+    "vllm.v1.sample.logits_processor.builtin": (
+        Row("MinTokensLogitsProcessor", "verification.py"),
+        Row("LogitBiasLogitsProcessor", "verification.py"),
+        Row("LogitBiasLogitsProcessor.__init__", "verification.py", sets="biases"),
+        Row("MinPLogitsProcessor", "verification.py"),
+        Row("MinPLogitsProcessor.__init__", "verification.py", sets="min_p_count min_p_cpu_tensor"),
+    ),
+    "vllm.v1.sample.metadata": (
+        Row("SamplingMetadata", "verification.py, proposer.py", fields="temperature all_greedy logitsprocs"),
+    ),
+    "vllm.v1.sample.sampler": (Row("Sampler", "verification.py"),),
+    "vllm.v1.sample.ops.topk_topp_sampler": (
+        Row("apply_top_k_top_p", "cpu_backend.py", call="logits k p"),
+        Row("apply_top_k_top_p_pytorch", "cpu_sampling.py", call="logits k p * allow_cpu_sync"),
+        Row("TopKTopPSampler.forward_cpu", "cpu_backend.py", contains="apply_top_k_top_p(logits, k, p)"),
+    ),
+    "vllm.v1.spec_decode.metadata": (
+        Row(
+            "SpecDecodeMetadata",
+            "verification.py, proposer.py",
+            fields="draft_token_ids num_draft_tokens cu_num_draft_tokens target_logits_indices",
+        ),
+    ),
     "vllm.v1.sample.rejection_sampler": (
         Row("expand_batch_to_tokens", "cpu_backend.py", signature="x cu_num_tokens num_tokens replace_from replace_to"),
         # Looked up as a global of the module, so rebinding the name there is enough.
         Row(
             "apply_sampling_constraints",
             "cpu_backend.py",
-            contains="expand_batch_to_tokens(_, _, _, replace_from=_, replace_to=_); expand_batch_to_tokens(_, _, _)",
+            contains=(
+                "expand_batch_to_tokens(_, _, _, replace_from=_, replace_to=_); expand_batch_to_tokens(_, _, _); "
+                "apply_top_k_top_p(_, _, _)"
+            ),
+        ),
+        Row("apply_sampling_constraints", "verification.py", call="logits cu_num_draft_tokens sampling_metadata"),
+        Row("RejectionSampler.__init__", "verification.py", call="sampler spec_config device"),
+        Row(
+            "RejectionSampler.forward",
+            "verification.py",
+            signature="metadata draft_probs logits sampling_metadata",
+            contains="self.apply_logits_processors(target_logits, sampling_metadata, metadata)",
+        ),
+        Row(
+            "RejectionSampler.apply_logits_processors",
+            "verification.py",
+            signature="logits sampling_metadata metadata",
         ),
     ),
     "vllm.v1.spec_decode.dflash": (
@@ -94,7 +145,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             "SpecDecodeBaseProposer.__init__",
             "proposer.py",
             sets=(
-                "_enable_probabilistic_draft_probs _last_draft_probs arange block_size device draft_model_config "
+                "_enable_probabilistic_draft_probs arange block_size device draft_model_config "
                 "dtype eplb_state hidden_size input_ids "
                 "num_speculative_tokens parallel_drafting_token_id positions use_heterogeneous_vocab "
                 "use_local_argmax_reduction vllm_config"
@@ -115,20 +166,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             call="num_tokens slot_mapping",
             returns="dict[str, torch.Tensor]",
         ),
-        Row(
-            "SpecDecodeBaseProposer._sample_draft_tokens",
-            "proposer.py",
-            call="hidden_states sampling_metadata",
-            returns="tuple[torch.Tensor, torch.Tensor | None]",
-            contains="self._greedy_sample(hidden_states)",
-        ),
         Row("SpecDecodeBaseProposer._greedy_sample", "proposer.py", signature="hidden_states"),
-        Row(
-            "SpecDecodeBaseProposer.take_last_draft_probs",
-            "proposer.py",
-            signature="",
-            contains="self._last_draft_probs",
-        ),
     ),
     "vllm.v1.spec_decode.utils": (Row("PADDING_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
     "vllm.v1.utils": (Row("CpuGpuBuffer.__init__", "proposer.py", sets="np"),),
@@ -177,7 +215,20 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         Row(
             "GPUModelRunner.propose_draft_token_ids",
             "proposer.py",
-            contains=f"{_PROPOSE_CALL}; self.drafter.take_last_draft_probs()",
+            contains=_PROPOSE_CALL,
+        ),
+        Row(
+            "GPUModelRunner._get_spec_decode_draft_probs",
+            "plugin.py, proposer.py",
+            signature="spec_decode_metadata",
+            returns="torch.Tensor | None",
+        ),
+        Row(
+            "GPUModelRunner._sample",
+            "plugin.py, proposer.py",
+            contains=(
+                "self._get_spec_decode_draft_probs(spec_decode_metadata); self.rejection_sampler(_, draft_probs, _, _)"
+            ),
         ),
         # Drafts may be one list per request where the scheduler waits for them.
         Row(
