@@ -262,6 +262,9 @@ OWN_REFUSALS = {
     "larger draft vocabulary": (z_lab(draft_vocab_size=129), ["draft_vocab_size 129", "vocab_size 128"]),
     "empty block": (z_lab(block_size=1), ["block_size 1", "one anchor and at least one drafted token"]),
     "block in words": (speculators(block_size="8"), ["block_size '8'", "one anchor"]),
+    "rates that increase": (z_lab(acceptance_rates=[0.2, 0.3]), ["acceptance_rates [0.2, 0.3]", "do not increase"]),
+    "rates in words": (speculators(acceptance_rates=["half"]), ["acceptance_rates ['half']", "shares of cycles"]),
+    "rates above one": (z_lab(acceptance_rates=[1.5]), ["acceptance_rates [1.5]", "shares of cycles"]),
     "empty nested section": (z_lab() | {"dflash_config": None}, ["dflash_config None", "mapping"]),
     "no inner section": (speculators(transformer_layer_config=None), ["transformer_layer_config None", "mapping"]),
 }

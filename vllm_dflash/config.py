@@ -62,6 +62,7 @@ class DFlashConfig:
     attention_bias: bool
     has_attention_sinks: bool
     is_quantised: bool
+    acceptance_rates: tuple[float, ...] = ()  # share of cycles in which position 1, 2, ... was accepted, as measured
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -267,6 +268,7 @@ def _build(
         attention_bias=bool(layers.get("attention_bias", False)),
         has_attention_sinks=has_attention_sinks,
         is_quantised=any(section.get("quantization_config") for section in (outer, layers)),
+        acceptance_rates=_rates(outer, name),
     )
     _check_own_values(config)
     return config
@@ -287,6 +289,17 @@ def _check_own_values(config: DFlashConfig) -> None:
         raise _wrong(config.name, "block_size", size, "a block is one anchor and at least one drafted token")
     if config.draft_vocab_size > config.vocab_size:
         raise _wrong(config.name, "draft_vocab_size", config.draft_vocab_size, f"vocab_size {config.vocab_size}")
+
+
+def _rates(section: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """What `vllm-dflash export --eval-json` records; nothing where a drafter comes from elsewhere."""
+    value = section.get("acceptance_rates") or []
+    is_list = isinstance(value, list) and all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in value)
+    if not is_list or sorted(value, reverse=True) != value:
+        raise _wrong(
+            name, "acceptance_rates", value, "they are shares of cycles that do not increase with the position"
+        )
+    return tuple(value)
 
 
 def _layer_types(layers: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -310,9 +323,7 @@ def _number(section: Mapping[str, Any], key: str, name: str, default: int | None
     if type(value) is not int or value < 1:
         raise _wrong(name, key, value, "it must be a whole number of at least 1")
     if value > most:
-        raise _wrong(
-            name, key, value if value < 10**20 else "of more than 20 digits", f"no drafter has more than {most}"
-        )
+        raise _wrong(name, key, value, f"no drafter has more than {most}")
     return value
 
 

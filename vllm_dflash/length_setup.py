@@ -62,7 +62,12 @@ def make_control(proposer: DraftProposer) -> LengthControl:
         logger.info("draft length: always %d tokens (%s).", num_tokens, why_not)
         return LengthControl(ScheduledLengths([num_tokens]), learns=trace is not None, trace=trace)
     logger.info("draft length: decided in every step, up to %d tokens.", num_tokens)
-    controller = DraftLengthController(num_tokens, _cost_model(proposer), is_causal=proposer.dflash_causal)
+    controller = DraftLengthController(
+        num_tokens,
+        _cost_model(proposer),
+        getattr(proposer.draft_model_config.hf_config, "acceptance_rates", None),
+        is_causal=proposer.dflash_causal,
+    )
     return LengthControl(
         controller,
         learns=True,
@@ -78,6 +83,8 @@ def _why_fixed(proposer: DraftProposer, options: DFlashOptions) -> str | None:
         return 'as additional_config["dflash"]["draft_length"] says'
     if proposer.runner.use_async_scheduling:
         return "asynchronous scheduling plans a step before its drafts exist; --no-async-scheduling allows shorter ones"
+    if proposer.vllm_config.model_config.is_hybrid:
+        return "the target's recurrent layers are verified with whole blocks"
     if proposer.vllm_config.speculative_config.uses_dynamic_speculative_decoding():
         return "num_speculative_tokens_per_batch_size gives the lengths"
     return None

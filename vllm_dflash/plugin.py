@@ -19,8 +19,8 @@ DFlashProposer.__new__                   our proposer in the V1 runner          
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
-GPUModelRunner._update_states            placeholder drafts (-1) of requests that the         vLLM verifies no
-  (v1/worker/gpu_model_runner.py)        scheduler pads must not reach the rejection sampler  placeholders
+GPUModelRunner.execute_model             placeholder drafts (-1) of requests that the         vLLM verifies no
+  (v1/worker/gpu_model_runner.py)        scheduler pads are not run                           placeholders
 GPUModelRunner._get_spec_decode_draft_   distributions of drawn drafts wait in our proposer,   the same
   probs (v1/worker/gpu_model_runner.py)  for as long as the drafts do
 get_kv_cache_groups                      the drafter's layers stay in one group, see           the V1 runner drafts
@@ -32,6 +32,9 @@ Worker.compile_or_warm_up_model          kernels are admitted before graphs are 
   in v1/worker/cpu_worker.py)
 expand_batch_to_tokens                   wrong on CPUs, see cpu_backend.py                    see there
   (v1/sample/rejection_sampler.py)
+GPUModelRunner.sample_tokens,            fatal for some requests on CPUs, see cpu_backend.py  see there
+  apply_top_k_only (v1/sample/ops/
+  topk_topp_sampler.py)
 apply_top_k_top_p (there, and in         slow on CPUs, see cpu_sampling.py                    it sorts no vocabulary
   v1/sample/ops/topk_topp_sampler.py)
 
@@ -118,7 +121,9 @@ def _release(text: str) -> tuple[int, int]:
 
 def _create_speculative_config(original: Callable[..., Any], args: Any, *positional: Any, **named: Any) -> Any:
     """In place of `EngineArgs.create_speculative_config(target_model_config, target_parallel_config)`."""
-    from vllm_dflash.refusals import check_engine
+    from vllm.platforms import current_platform
+
+    from vllm_dflash.refusals import check_engine, check_recurrent_states
     from vllm_dflash.speculative_config import correct_draft_config, given_settings, read_drafter, target_shape
 
     if not DFlashOptions.from_additional_config(args.additional_config).enabled:
@@ -129,6 +134,7 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
     target_model_config = positional[0] if positional else named["target_model_config"]
     config.check_target(target_shape(target_model_config))
     check_engine(args, config)
+    check_recurrent_states(target_model_config, current_platform.is_cpu(), config)
     given = given_settings(args.speculative_config)
     num_speculative_tokens, warning = config.resolve_num_speculative_tokens(
         given.get("num_speculative_tokens", args.spec_tokens)
@@ -179,7 +185,7 @@ def _rebind_runner(runner_module: ModuleType) -> None:
     """Everything of the V1 runner; `DFlashProposer` is a global of its module."""
     _rebind_constructor(runner_module.DFlashProposer)
     _rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
-    _rebind(runner_module.GPUModelRunner, "_update_states", _update_states)
+    _rebind(runner_module.GPUModelRunner, "execute_model", _execute_model)
     _rebind(runner_module.GPUModelRunner, "_get_spec_decode_draft_probs", _draft_probs)
     _rebind(runner_module, "build_logitsprocs", _build_logitsprocs)
 
@@ -262,19 +268,27 @@ def _input_fits_in_drafter(original: Callable[..., bool], runner: Any, metadata:
     return original(runner, metadata)
 
 
-def _update_states(original: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
-    """In place of `GPUModelRunner._update_states(scheduler_output)`.
+def _execute_model(original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **named: Any) -> Any:
+    """In place of `GPUModelRunner.execute_model(scheduler_output, intermediate_tensors)`.
 
-    Without asynchronous scheduling nothing replaces the -1 drafts with which the scheduler pads a one-token
-    prompt to a uniform length. vLLM clamps them for the embedding, but the rejection sampler gets them as they are
-    and would look up a probability one before the row. Any token will do: the target verifies it like a draft.
+    Without asynchronous scheduling nothing replaces the -1 drafts with which the scheduler pads a one-token prompt, or
+    what a prefix-cache hit leaves of one, to a uniform length. vLLM clamps them for the embedding, but the rejection
+    sampler gets them as they are and would look up a probability one before the row; and verifying any tokens in
+    their place draws random numbers, so that a seed would give other text beside other neighbours. They are cut off
+    here; the scheduler counts them as rejected.
     """
     if _is_ours(runner) and not runner.use_async_scheduling:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        if any(-1 in tokens for tokens in scheduled.values()):
-            filled = {request: [max(token, 0) for token in tokens] for request, tokens in scheduled.items()}
-            scheduler_output = dataclasses.replace(scheduler_output, scheduled_spec_decode_tokens=filled)
-    return original(runner, scheduler_output)
+        padded = {request: len(tokens) for request, tokens in scheduled.items() if tokens and tokens[0] == -1}
+        if padded:
+            num_tokens = {r: n - padded.get(r, 0) for r, n in scheduler_output.num_scheduled_tokens.items()}
+            scheduler_output = dataclasses.replace(
+                scheduler_output,
+                num_scheduled_tokens=num_tokens,
+                total_num_scheduled_tokens=sum(num_tokens.values()),
+                scheduled_spec_decode_tokens={r: tokens for r, tokens in scheduled.items() if r not in padded},
+            )
+    return original(runner, scheduler_output, *args, **named)
 
 
 def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata: Any) -> Any:

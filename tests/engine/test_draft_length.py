@@ -7,6 +7,7 @@ import random
 import pytest
 from test_cpu_backend import dflash, p_value, plain_texts, sample  # noqa: F401  (fixtures)
 from test_reference import compare_drafts, load_reference
+from tiny_models import write_tiny_drafter
 from vllm.exceptions import VLLMValidationError
 
 from vllm_dflash.draft_length import DraftLengthController, ScheduledLengths
@@ -35,9 +36,15 @@ def served(engine, tiny_target, tiny_drafter):
 
 
 @pytest.fixture(scope="module")
-def deciding(engine, tiny_target, tiny_drafter):
-    """An engine that decides by itself, for a drafter that is never right."""
-    return engine(tiny_target, drafter=tiny_drafter, num_drafted=K, draft_length="auto")
+def deciding(engine, tiny_target, tmp_path_factory):
+    """An engine that decides by itself, for a drafter that is never right, whatever its config.json says."""
+    drafter = write_tiny_drafter(tmp_path_factory.mktemp("promising") / "drafter", acceptance_rates=[0.8, 0.4])
+    return engine(tiny_target, drafter=drafter, num_drafted=K, draft_length="auto")
+
+
+def test_acceptance_starts_from_what_the_checkpoint_records(deciding):
+    estimate = deciding.runner.drafter.lengths.lengths.acceptance
+    assert estimate._first_rates.tolist() == [0.8] + [0.5] * (K - 1)
 
 
 @pytest.mark.parametrize("lengths", SCHEDULES.values(), ids=SCHEDULES)

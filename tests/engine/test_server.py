@@ -153,6 +153,23 @@ def test_a_request_can_go_without_drafts(server):
         ask(dflash_max_draft=-1)
 
 
+@pytest.mark.case("F10")
+def test_min_p_and_logit_bias_are_served_with_drafts(server):
+    """Most clients that send min_p cannot leave it out; vLLM answers 400 with speculation on."""
+    before = server.counter("vllm:spec_decode_num_draft_tokens_total")
+    favourite = 28  # a token that the model would hardly ever choose
+    biased = server.client.completions.create(
+        model="smollm2",
+        prompt="Once upon a time",
+        max_tokens=12,
+        temperature=1.0,
+        logit_bias={str(favourite): 100},
+        extra_body={"min_p": 0.05, "return_token_ids": True},
+    )
+    assert biased.choices[0].token_ids == [favourite] * 12
+    assert server.counter("vllm:spec_decode_num_draft_tokens_total") > before
+
+
 def test_a_refused_request_leaves_the_server_up(server):
     with pytest.raises(BadRequestError):
         server.client.completions.create(model="smollm2", prompt="x", max_tokens=10**6)

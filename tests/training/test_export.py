@@ -246,6 +246,19 @@ def test_command_exports_a_training_checkpoint(checkpoint, tmp_path, capsys):
     assert "z-lab format, bfloat16, 0.3 MB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+def test_measured_rates_are_recorded_for_serving(checkpoint, tmp_path, dialect):
+    tasks = [
+        {"task": "a", "n": 1, "tau": 1.9, "by_position": [0.6, 0.25, 0.05]},
+        {"task": "b", "n": 9, "tau": 1.4, "by_position": [0.3, 0.1]},
+    ]
+    (tmp_path / "eval.json").write_text(json.dumps({"tasks": tasks}))
+    flags = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", dialect]
+    assert export.run(command_line(*flags, "--eval-json", str(tmp_path / "eval.json"))) == 0
+    config, _ = import_drafter(str(tmp_path / "out"))
+    assert config.acceptance_rates == (0.45, 0.175)
+
+
 def test_command_converts_and_keeps_the_target(tmp_path, tiny_target):
     """speculators' format records it; a target that is here also gives its architectures."""
     source = write_tiny_drafter(tmp_path / "source")

@@ -39,7 +39,13 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "vllm.v1.attention.backends.utils": (Row("PAD_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
-    "vllm.v1.core.sched.output": (Row("SchedulerOutput", "plugin.py", fields="scheduled_spec_decode_tokens"),),
+    "vllm.v1.core.sched.output": (
+        Row(
+            "SchedulerOutput",
+            "plugin.py",
+            fields="num_scheduled_tokens scheduled_spec_decode_tokens total_num_scheduled_tokens",
+        ),
+    ),
     "vllm.v1.core.sched.scheduler": (
         # The warning that our own message declares void.
         Row(
@@ -76,7 +82,9 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.v1.sample.sampler": (Row("Sampler", "verification.py"),),
     "vllm.v1.sample.ops.topk_topp_sampler": (
+        Row("apply_top_k_only", "cpu_backend.py", signature="logits k"),
         Row("apply_top_k_top_p", "cpu_backend.py", call="logits k p"),
+        Row("apply_top_k_top_p_pytorch", "cpu_backend.py", contains="apply_top_k_only(_, _)"),
         Row("apply_top_k_top_p_pytorch", "cpu_sampling.py", call="logits k p * allow_cpu_sync"),
         Row("TopKTopPSampler.forward_cpu", "cpu_backend.py", contains="apply_top_k_top_p(logits, k, p)"),
     ),
@@ -171,7 +179,12 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.spec_decode.utils": (Row("PADDING_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
     "vllm.v1.utils": (Row("CpuGpuBuffer.__init__", "proposer.py", sets="np"),),
     "vllm.v1.worker.cpu_model_runner": (
-        Row("CPUModelRunner", "plugin.py", lacks="_input_fits_in_drafter _update_states", bases="GPUModelRunner"),
+        Row(
+            "CPUModelRunner",
+            "plugin.py, cpu_backend.py",
+            lacks="_input_fits_in_drafter execute_model sample_tokens",
+            bases="GPUModelRunner",
+        ),
     ),
     "vllm.v1.worker.cpu_worker": (
         Row("CPUWorker.compile_or_warm_up_model", "plugin.py", signature=""),
@@ -206,12 +219,16 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         Row("GPUModelRunner._input_fits_in_drafter", "plugin.py", signature="common_attn_metadata"),
         Row("GPUModelRunner.sample_tokens", "plugin.py", contains="self._input_fits_in_drafter(_)"),
         Row(
-            "GPUModelRunner._update_states",
-            "plugin.py",
-            signature="scheduler_output",
-            contains="scheduler_output.scheduled_spec_decode_tokens",
+            "GPUModelRunner._bookkeeping_sync",
+            "cpu_backend.py",
+            contains="self.input_batch.generators.get(_); gen.set_offset(_)",
         ),
-        Row("GPUModelRunner.execute_model", "plugin.py", contains="self._update_states(scheduler_output)"),
+        Row(
+            "GPUModelRunner.execute_model",
+            "plugin.py",
+            signature="scheduler_output intermediate_tensors",
+            contains="self._update_states(scheduler_output)",
+        ),
         Row(
             "GPUModelRunner.propose_draft_token_ids",
             "proposer.py",

@@ -54,6 +54,8 @@ def to_z_lab(config: DFlashConfig, dtype: str = "bfloat16") -> dict[str, Any]:
         raw["target_hidden_size"] = config.target_hidden_size
     if config.draft_vocab_size != config.vocab_size:
         raw["draft_vocab_size"] = config.draft_vocab_size
+    if config.acceptance_rates:
+        raw["acceptance_rates"] = list(config.acceptance_rates)
     if config.has_attention_sinks:
         nested["attention_sink_bias"] = True
     if len(set(config.layer_causal)) == 1:
@@ -113,6 +115,8 @@ def to_speculators(config: DFlashConfig, target: TargetName, dtype: str = "bfloa
     }
     if config.num_target_layers is not None:
         raw["num_target_layers"] = config.num_target_layers
+    if config.acceptance_rates:
+        raw["acceptance_rates"] = list(config.acceptance_rates)
     _require_same(raw, config, "use z-lab's format")
     if len(set(config.layer_causal)) > 1:
         raise ValueError(

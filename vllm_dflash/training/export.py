@@ -13,7 +13,8 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -187,7 +188,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--target", help="the model it drafts for; default: what the checkpoint records")
     parser.add_argument("--license", help="for the model card, such as apache-2.0")
-    parser.add_argument("--eval-json", nargs="+", default=[], metavar="FILE", help="measurements for the model card")
+    parser.add_argument(
+        "--eval-json", nargs="+", default=[], metavar="FILE", help="measurements for the model card and config"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -200,6 +203,8 @@ def run(options: argparse.Namespace) -> int:
     evaluations = [read_json(Path(file)) for file in options.eval_json]
     for file, evaluation in zip(options.eval_json, evaluations):
         check_evaluation(evaluation, file)
+    if evaluations:
+        config = replace(config, acceptance_rates=acceptance_rates(evaluations))
     card = ModelCard(options.output, target.name, options.license, record, evaluations)
     export_drafter(
         config,
@@ -214,6 +219,14 @@ def run(options: argparse.Namespace) -> int:
     size = (Path(options.output) / "model.safetensors").stat().st_size
     print(f"{options.output}: {options.format} format, {options.dtype}, {size / 1e6:.1f} MB")
     return 0
+
+
+def acceptance_rates(evaluations: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Share of cycles in which each position was accepted, averaged over all tasks; serving starts from it."""
+    by_task = [
+        task["by_position"] for evaluation in evaluations for task in evaluation["tasks"] if "by_position" in task
+    ]
+    return tuple(round(sum(rates) / len(rates), 4) for rates in zip(*by_task))
 
 
 def _refuse_ablation(record: Mapping[str, Any], name: str) -> None:
