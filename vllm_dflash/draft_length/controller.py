@@ -47,8 +47,11 @@ class DraftLengthSettings:
     all_positions_every: int = 32  # steps; in between, LM-head rows that do not pay are left out
     plain_every: int = 128  # steps on after which a plain one is timed, where speculation gains little
     plain_below: float = 1.3  # "little": expected rate over plain
-    plan_every: int = 4  # steps for which a plan is kept while the same requests are decoded
+    plan_every: int = 4  # steps for which a plan is kept while the same requests are decoded,
+    plan_at_most_every: int = 16  # twice as many each time that the next is no other
     max_requests: int = 1024  # remembered at a time
+    all_timed_until: int = 512  # steps whose times are all learnt from; then one in `timed_every`, or it costs too much
+    timed_every: int = 5  # no multiple of what else comes round regularly
 
 
 class DraftLengthController:
@@ -84,6 +87,8 @@ class DraftLengthController:
         self._prospect = _NOTHING
         self._planned_for: tuple[str, ...] = ()
         self._planned_until = 0  # step
+        self._plan_steps = self.settings.plan_every
+        self._outcomes: list[tuple[DraftDecision, np.ndarray, np.ndarray]] = []  # to be learnt from before a plan
         self._steps_drafting = 0  # in a row with a draft pass
         self._probe_seconds = 0.0  # saved up
         self._last_probe_price = 0.0
@@ -168,15 +173,20 @@ class DraftLengthController:
         Args:
             step: target pass that verified the decision's drafts, with the draft pass that followed it.
         """
-        predicted = self.cost.observe(step)
+        is_learnt = self._step <= self.settings.all_timed_until or self._step % self.settings.timed_every == 0
+        predicted = self.cost.observe(step) if is_learnt else self.cost.seconds(step.size)
         self.counters.add(step, predicted, int(verified.sum()), int(accepted.sum()))
         self._probe_seconds += self.settings.probe_share * step.seconds
         if decision is not None and len(decision.lengths):
-            self._learn(decision, verified, accepted)
+            self._follow_seeds(decision, verified, accepted)
+            self._outcomes.append((decision, verified, accepted))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is remembered of finished requests."""
-        self._memory.forget(request_ids)
+        finished = list(request_ids)
+        if finished:
+            self._learn()
+            self._memory.forget(finished)
 
     @property
     def num_remembered(self) -> int:
@@ -190,8 +200,12 @@ class DraftLengthController:
         if not caps.any():
             return _NOBODY, 0, False
         if request_ids != self._planned_for or self._step >= self._planned_until:
+            before, was_on = self._prospect, self._is_on
             self._plan_anew(slots, context_lens, caps)
-            self._planned_for, self._planned_until = request_ids, self._step + self.settings.plan_every
+            is_same = request_ids == self._planned_for and was_on == self._is_on and self._prospect.is_like(before)
+            longer = min(2 * self._plan_steps, self.settings.plan_at_most_every)
+            self._plan_steps = longer if is_same else self.settings.plan_every
+            self._planned_for, self._planned_until = request_ids, self._step + self._plan_steps
         if not self._is_on:
             self._steps_drafting = 0
             probed = self._probe(slots, context_lens, caps)
@@ -205,6 +219,7 @@ class DraftLengthController:
         return drafting, self.num_speculative_tokens if looks_at_all else self._prospect.num_positions, False
 
     def _plan_anew(self, slots: np.ndarray, context_lens: np.ndarray, caps: np.ndarray) -> None:
+        self._learn()
         num_samples = next(m for m in (8, 4, 2) if m * len(slots) <= _MAX_SAMPLES or m == 2)
         survival = self._memory.expected_survival(slots, num_samples, self.acceptance, self._step)
         survival *= (np.arange(self.num_speculative_tokens) < caps[:, None])[:, None]
@@ -266,16 +281,34 @@ class DraftLengthController:
         seconds[0 if num_fixed else 1 :] += cost.price("speculation")
         return choose_lengths(survival, seconds, row_prices, num_requests + fixed_survival)
 
-    def _learn(self, decision: DraftDecision, verified: np.ndarray, accepted: np.ndarray) -> None:
-        slots = self._memory.find(decision.request_ids)
+    def _learn(self) -> None:
+        """Learn from the outcomes since the last plan, all at once: per step it would cost as much as a plan."""
+        if not self._outcomes:
+            return
+        num_positions = max(decision.confidences.shape[1] for decision, _, _ in self._outcomes)
+        # Positions that were not drafted were not verified either, so what stands there is not looked at.
+        confidences = np.concatenate(
+            [np.pad(d.confidences, ((0, 0), (0, num_positions - d.confidences.shape[1]))) for d, _, _ in self._outcomes]
+        )
+        slots = self._memory.find([request for d, _, _ in self._outcomes for request in d.request_ids])
+        verified = np.concatenate([verified for _, verified, _ in self._outcomes])
+        accepted = np.concatenate([accepted for _, _, accepted in self._outcomes])
+        self._outcomes.clear()
         kept = (verified > 0) & (slots >= 0)
         if not kept.any():
             return
-        slots, verified, accepted = slots[kept], verified[kept], accepted[kept]
-        moved = self.acceptance.observe(decision.confidences[kept], self._memory.offsets[slots], verified, accepted)
-        self._memory.learn(slots, *moved)
-        rows = np.flatnonzero(decision.fixed[kept])
-        seeded = slots[rows]
-        state, misses = self._memory.seeded_lengths[seeded], self._memory.seeded_misses[seeded]
+        slots = slots[kept]
+        moved = self.acceptance.observe(confidences[kept], self._memory.offsets[slots], verified[kept], accepted[kept])
+        of_request, place = np.unique(slots, return_inverse=True)
+        self._memory.learn(of_request, *(np.bincount(place, weights=values) for values in moved))
+
+    def _follow_seeds(self, decision: DraftDecision, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Lengths of seeded requests follow their own outcomes at once, or their text would depend on neighbours."""
+        rows = np.flatnonzero(decision.fixed & (verified > 0))
+        if len(rows) == 0:
+            return
+        slots = self._memory.find([decision.request_ids[row] for row in rows])
+        rows, slots = rows[slots >= 0], slots[slots >= 0]
+        state, misses = self._memory.seeded_lengths[slots], self._memory.seeded_misses[slots]
         state, misses = after_verification(state, misses, verified[rows], accepted[rows], self.num_speculative_tokens)
-        self._memory.seeded_lengths[seeded], self._memory.seeded_misses[seeded] = state, misses
+        self._memory.seeded_lengths[slots], self._memory.seeded_misses[slots] = state, misses

@@ -29,6 +29,10 @@ class Prospect:
     rate: float  # expected tokens per second with it
     plain_rate: float  # and without any draft pass
 
+    def is_like(self, other: Prospect) -> bool:
+        """The same requests, and positions but for one."""
+        return np.array_equal(self.drafting, other.drafting) and abs(self.num_positions - other.num_positions) <= 1
+
 
 def best_draft_pass(
     survival: np.ndarray,  # [R, M, K] of M equally likely blocks; 0 beyond a request's cap
