@@ -33,11 +33,15 @@ _MARK = "_vllm_dflash"  # on a rebound function: it is ours already
 
 
 def correct() -> None:
-    """Rebind two functions of vLLM's samplers, and `sample_tokens` of its runner. Idempotent."""
+    """Rebind three functions of vLLM's samplers, and `sample_tokens` of its runner. Idempotent."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from vllm_dflash.cpu_sampling import apply_top_k_top_p
+
+    # Both modules have it as a global of their own.
+    rejection_sampler.apply_top_k_top_p = topk_topp_sampler.apply_top_k_top_p = apply_top_k_top_p
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     for owner, name, change in (
         (topk_topp_sampler, "apply_top_k_only", _with_rows_only),

@@ -145,8 +145,7 @@ class DraftSampling:
         """Drafted tokens [D * P]; distributions are kept until `keep_only` or the request's next drafts."""
         num_positions = len(candidates.tokens) // len(request_ids)
         drafted = candidates.tokens[:, 0].clone()
-        for request in request_ids:
-            self._kept.pop(request, None)
+        self.drop(request_ids)
         wanted = draws | (keeps_all & np.array([s.temperature > 0 for s in settings]))
         chosen = np.flatnonzero(wanted)
         if len(chosen) == 0:
@@ -165,6 +164,11 @@ class DraftSampling:
                 drafted[rows[part]], tokens[part], probs[part], bool(draws[request])
             )
         return drafted
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Forget the distributions of requests that have new drafts."""
+        for request in request_ids:
+            self._kept.pop(request, None)
 
     def keep_only(self, request_ids: Collection[str]) -> None:
         """Forget requests that are gone."""

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dflash import LOGGER
-from vllm_dflash.draft_sampling import Candidates
+from vllm_dflash.draft_sampling import CANDIDATES, Candidates
 from vllm_dflash.triton_kernels import tuning
 from vllm_dflash.triton_kernels.block_attention import block_attention, block_attention_torch
 from vllm_dflash.triton_kernels.cache_table import CacheTable
@@ -294,6 +294,8 @@ def _admit_head(drafter: Drafter) -> None:
         tokens, confidences = head.confident_tokens(hidden)
         expected, probabilities = drafter.confident_tokens(hidden)
         _compare("probabilities", confidences, probabilities)
+        likeliest, wanted = head.candidates(hidden, CANDIDATES), drafter.candidates(hidden, CANDIDATES)
+        _compare("logits of candidates", likeliest.logits, wanted.logits)
         # Ties within rounding may go to another token; they are as good.
         if (tokens != expected).float().mean() > 0.1:
             raise UnsupportedError("it drafts other tokens")

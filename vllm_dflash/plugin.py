@@ -294,7 +294,7 @@ def _execute_model(original: Callable[..., Any], runner: Any, scheduler_output: 
 def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata: Any) -> Any:
     """In place of `GPUModelRunner._get_spec_decode_draft_probs(spec_decode_metadata)`."""
     if _is_ours(runner):
-        return runner.drafter.verified_probs(spec_decode_metadata)
+        return runner.drafter.sampling.verified_probs(spec_decode_metadata)
     return original(runner, spec_decode_metadata)
 
 

@@ -16,18 +16,15 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_dflash import cpu_backend
 from vllm_dflash.draft_length import DraftPlan
-from vllm_dflash.draft_sampling import CANDIDATES, DraftSampling
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.length_control import LengthControl, StepBatch
 from vllm_dflash.length_setup import fixed_lengths, make_control
-from vllm_dflash.options import DFlashOptions
-from vllm_dflash.requests import draft_limit, draft_sampling
+from vllm_dflash.requests import draft_limit
+from vllm_dflash.sampling_control import SamplingControl
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
-from vllm_dflash.verification import Verifier
 
 
 class DraftProposer(DFlashProposer):
@@ -40,20 +37,14 @@ class DraftProposer(DFlashProposer):
         self.runner = runner
         self.mask_token_id = self.parallel_drafting_token_id
         self.lengths: LengthControl = fixed_lengths(self.num_speculative_tokens)
-        self.sampling = DraftSampling(
-            is_drawn=self._enable_probabilistic_draft_probs and self.has_whole_logits,
-            chooses=self.may_choose_sampling(),
-        )
+        self.sampling = SamplingControl(self, draws=self._enable_probabilistic_draft_probs)
         if device.type == "cpu":
             cpu_backend.correct()
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter; the runner, by now complete, verifies with our sampler from here on."""
         super().load_model(target_model)
-        runner = self.runner
-        observe = self.learn_sampling if self.sampling.chooses else None
-        self.verifier = Verifier(runner.sampler, runner.speculative_config, runner.device, observe)
-        runner.rejection_sampler = self.verifier
+        self.sampling.install_verifier()
 
     def prepare(self) -> None:
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
@@ -170,7 +161,8 @@ class DraftProposer(DFlashProposer):
             kept = torch.from_numpy(np.flatnonzero(slots.numpy() != PAD_SLOT_ID))
             if len(kept) < len(slots):
                 target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
-        self.model.store_context(target_hidden_states, positions, slots)
+        if len(slots):  # none where all requests are beyond the drafter's last position
+            self.model.store_context(target_hidden_states, positions, slots)
 
     def run_queries(
         self,
@@ -251,66 +243,22 @@ class DraftProposer(DFlashProposer):
     ) -> tuple[torch.Tensor, np.ndarray]:
         """Draft tokens [D, P] of the first P masks, and the maximum probability of each [D, P] where lengths need it.
 
-        Distributions of tokens that are drawn stay in `self.sampling` until they are verified.
+        Distributions of tokens that are drawn wait in `self.sampling` to be verified.
         """
         num_drafting, num_positions = len(plan.drafting), plan.num_positions
-        self.sampling.keep_only(self.runner.requests)
         if hidden is None:
             return torch.empty(0, 0, dtype=torch.int64, device=self.device), np.empty((0, 0))
         num_masks = len(rows.sample_indices) // num_drafting
         wanted = rows.sample_indices.view(num_drafting, num_masks)[:, :num_positions].reshape(-1)
-        hidden = hidden[wanted]
-        request_ids = [batch.request_ids[i] for i in plan.drafting]
-        settings = [draft_sampling(self.runner.requests[request].sampling_params) for request in request_ids]
-        draws, keeps_all = self.sampling.begin_step(settings)
-        if not batch.has_exact_lens:  # a seed's numbers are drawn by position
-            draws &= [setting.seed is None for setting in settings]
-        if draws.any() or keeps_all:
-            candidates = self.model.candidates(hidden, CANDIDATES)
-            anchors = batch.context_lens[plan.drafting]
-            tokens = self.sampling.propose(candidates, request_ids, settings, anchors, draws, keeps_all)
-            confidences = candidates.confidences
-        elif self.lengths.learns and self.has_whole_logits:
-            tokens, confidences = self.model.confident_tokens(hidden)
-        else:
-            tokens = self._greedy_sample(hidden)
-            confidences = torch.ones(len(tokens))
+        tokens, confidences = self.sampling.propose(
+            hidden[wanted],
+            [batch.request_ids[i] for i in plan.drafting],
+            batch.context_lens[plan.drafting],
+            batch.has_exact_lens,
+            needs_confidences=self.lengths.learns,
+        )
         shape = (num_drafting, num_positions)
         return tokens.view(shape), confidences.float().cpu().numpy().reshape(shape)
-
-    @property
-    def has_whole_logits(self) -> bool:
-        """Does this rank see the drafter's logits of the whole vocabulary?"""
-        return not self.use_local_argmax_reduction and not self.use_heterogeneous_vocab
-
-    def may_choose_sampling(self) -> bool:
-        """May drafts be drawn or taken as measured? What is measured lags behind under asynchronous scheduling."""
-        options = DFlashOptions.from_additional_config(self.vllm_config.additional_config)
-        is_async = self.vllm_config.scheduler_config.async_scheduling
-        return options.draft_sampling == "auto" and self.has_whole_logits and not is_async
-
-    def verified_probs(self, metadata: SpecDecodeMetadata) -> torch.Tensor | None:
-        """What the drafts that are verified now were drawn from [rows, vocabulary]; None where all were taken."""
-        request_ids = self.runner.input_batch.req_ids
-        vocab_size = self.runner.input_batch.vocab_size
-        drafts = metadata.draft_token_ids
-        return self.sampling.verified_probs(request_ids, metadata.num_draft_tokens, drafts, vocab_size)
-
-    def learn_sampling(
-        self,
-        metadata: SpecDecodeMetadata,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        sampled: torch.Tensor,
-    ) -> None:
-        """Hold drafts that were just verified against the target's distributions; see `verification.Observer`."""
-        request_ids = self.runner.input_batch.req_ids
-        if sampling_metadata.all_greedy or not self.sampling.wants(request_ids):
-            return
-        settings = [draft_sampling(self.runner.requests[request].sampling_params) for request in request_ids]
-        num_accepted = ((sampled >= 0).sum(1) - 1).tolist()
-        probs = self.verifier.target_probs(metadata, logits, sampling_metadata)
-        self.sampling.learn(request_ids, settings, metadata.num_draft_tokens, num_accepted, probs)
 
     def by_request(
         self,

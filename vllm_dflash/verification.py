@@ -40,7 +40,9 @@ Observer = Callable[[SpecDecodeMetadata, torch.Tensor, SamplingMetadata, torch.T
 class Verifier(RejectionSampler):
     """vLLM's rejection sampler, with `logit_bias` and `min_p` on every verified row."""
 
-    def __init__(self, sampler: Sampler, spec_config: Any, device: torch.device, observe: Observer | None) -> None:
+    def __init__(
+        self, sampler: Sampler, spec_config: Any, device: torch.device, observe: Observer | None = None
+    ) -> None:
         super().__init__(sampler, spec_config, device)
         self._observe = observe
 

@@ -167,6 +167,7 @@ def test_predictable_request_gets_longer_drafts_than_a_chaotic_neighbour():
     assert served.mean_length("proof") > served.mean_length("chat") + 2
 
 
+@pytest.mark.case("F4")
 def test_load_switches_it_off_and_on_again():
     served = server("cpu", many(1, 0.7)).run(100)
     assert served.mean_length("r0", 50) > 1
@@ -186,6 +187,7 @@ def test_acceptance_that_comes_back_is_noticed():
     assert served.mean_length("r0", 50) > 4
 
 
+@pytest.mark.case("F5")
 def test_drafts_narrow_as_context_grows_and_return_for_a_short_request():
     served = server("cpu", {"long": 0.7})
     by_context = []

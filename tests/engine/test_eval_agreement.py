@@ -83,6 +83,7 @@ def test_saved_answers_are_what_was_served(task, results):
     assert {row["finish"] for row in results["answers"]} == {"stop", "length"}
 
 
+@pytest.mark.case("F44")
 def test_walk_agrees_with_serving(results):
     """Also at the end, where vLLM accepts tokens behind it that nobody gets."""
     for name, served, walked in zip(NUM_PROMPTS, results["served"], results["walked"]):

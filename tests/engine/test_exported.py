@@ -41,6 +41,7 @@ def write(config: DFlashConfig, tensors: dict[str, torch.Tensor], folder: Path, 
     export_drafter(config, tensors, folder, dialect=dialect, dtype=torch.float32, target=name)
 
 
+@pytest.mark.case("F29")
 def test_both_formats_draft_the_same_with_and_without_the_plugin(engine, tiny_target, exported):
     """Ours is started with nothing but the speculators folder, which names the target and K."""
     engines = {

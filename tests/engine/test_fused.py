@@ -142,6 +142,11 @@ def test_head_drafts_the_same_tokens_with_the_same_confidence(drafter, tensors, 
     found, probabilities = fused.confident_tokens(hidden)
     assert torch.equal(found, tokens)
     assert torch.allclose(probabilities, confidences, atol=1e-5)
+    by_torch, by_kernel = drafter.candidates(hidden, 5), fused.candidates(hidden, 5)
+    assert torch.equal(by_kernel.tokens, by_torch.tokens)
+    assert torch.equal(by_torch.tokens[:, 0], tokens)
+    torch.testing.assert_close(by_kernel.logits, by_torch.logits)
+    torch.testing.assert_close(by_kernel.confidences, confidences)
     monkeypatch.setattr(drafter, "fused_head", fused)
     assert torch.equal(drafter.greedy_tokens(hidden), tokens)
 

@@ -34,6 +34,7 @@ def test_other_methods_are_vllms(engine, tiny_target):
     assert other.token_ids([prompt], max_tokens=16) == engine(tiny_target).token_ids([prompt], max_tokens=16)
 
 
+@pytest.mark.case("F27")
 def test_k_is_completed_from_the_trained_block(engine, tiny_target, tiny_drafter):
     served = engine(tiny_target, drafter=tiny_drafter)
     assert served.runner.num_spec_tokens == 7
@@ -41,10 +42,12 @@ def test_k_is_completed_from_the_trained_block(engine, tiny_target, tiny_drafter
     assert len(result.drafts[0].tokens) == 7
 
 
+@pytest.mark.case("F27")
 def test_k_beyond_the_trained_block_is_clamped(engine, tiny_target, tiny_drafter):
     assert engine(tiny_target, drafter=tiny_drafter, num_drafted=12).runner.num_spec_tokens == 7
 
 
+@pytest.mark.case("F28")
 def test_method_is_read_from_the_drafter(engine, tiny_target, tiny_drafter):
     """`{"model": ...}` alone is enough; the folder's name says nothing."""
     served = engine(tiny_target, speculative={"model": str(tiny_drafter), "num_speculative_tokens": 2})
@@ -97,6 +100,7 @@ def test_speculators_drafter_is_served_bidirectional(engine, tiny_target, tiny_d
     assert [r.drafts for r in served.generate(prompts, max_tokens=24)] == [r.drafts for r in expected]
 
 
+@pytest.mark.case("F9")
 def test_reduced_draft_vocabulary_maps_to_target_ids(engine, tiny_target, tmp_path):
     """A head of 32 rows with offsets: row d stands for target token d + d2t[d]."""
     d2t = torch.arange(32) * 3  # draft token d is target token 4 d

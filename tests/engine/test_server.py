@@ -78,6 +78,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
     pytest.fail(f"the server did not start within {START_SECONDS} s:\n{log.read_text()[-3000:]}")
 
 
+@pytest.mark.case("F33")
 def test_worker_announces_what_is_live(server):
     [line] = [line for line in server.log.read_text().splitlines() if "vllm-dflash" in line and "is live" in line]
     assert "Drafter drafts in the V1 runner (our proposer), kernels: oneDNN and torch on the CPU" in line

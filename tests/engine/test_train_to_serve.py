@@ -62,6 +62,7 @@ def test_eval_finds_the_same_in_both_formats_and_in_the_checkpoint(folder):
     assert task["tau"] > 1.5
 
 
+@pytest.mark.case("F44")
 def test_vllm_drafts_what_the_trained_drafter_proposes(engine, folder):
     """In every cycle; started with nothing but the speculators folder, which names the target and K."""
     served = engine(folder / "speculators")

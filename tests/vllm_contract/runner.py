@@ -78,7 +78,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         Row("MinPLogitsProcessor.__init__", "verification.py", sets="min_p_count min_p_cpu_tensor"),
     ),
     "vllm.v1.sample.metadata": (
-        Row("SamplingMetadata", "verification.py, proposer.py", fields="temperature all_greedy logitsprocs"),
+        Row("SamplingMetadata", "verification.py, sampling_control.py", fields="temperature all_greedy logitsprocs"),
     ),
     "vllm.v1.sample.sampler": (Row("Sampler", "verification.py"),),
     "vllm.v1.sample.ops.topk_topp_sampler": (
@@ -91,7 +91,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.spec_decode.metadata": (
         Row(
             "SpecDecodeMetadata",
-            "verification.py, proposer.py",
+            "verification.py, sampling_control.py",
             fields="draft_token_ids num_draft_tokens cu_num_draft_tokens target_logits_indices",
         ),
     ),

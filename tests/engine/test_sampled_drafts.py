@@ -22,7 +22,7 @@ def plain(engine, tmp_path_factory):
 @pytest.fixture
 def drawing(dflash, monkeypatch):  # noqa: F811
     """The engine with eight tokens, whose drafts are now drawn."""
-    monkeypatch.setattr(dflash.runner.drafter, "sampling", DraftSampling(is_drawn=True, chooses=False))
+    monkeypatch.setattr(dflash.runner.drafter.sampling, "sampling", DraftSampling(is_drawn=True, chooses=False))
     return dflash
 
 
@@ -59,8 +59,7 @@ def test_the_better_way_is_found_while_serving(dflash, plain_texts, monkeypatch)
     """A random drafter's distribution is flat: beside the target's peaks, tokens that are taken do better or worse;
     whichever is chosen, what was measured of both says so, and the text's distribution is untouched."""
     choosing = DraftSampling(is_drawn=True, chooses=True)
-    monkeypatch.setattr(dflash.runner.drafter, "sampling", choosing)
-    monkeypatch.setattr(dflash.runner.drafter.verifier, "_observe", dflash.runner.drafter.learn_sampling)
+    monkeypatch.setattr(dflash.runner.drafter.sampling, "sampling", choosing)
     texts, _ = sample(dflash)
     (record,) = choosing._records.values()
     taken, drawn = record.expected_tokens()
@@ -77,7 +76,7 @@ def test_the_better_way_is_found_while_serving(dflash, plain_texts, monkeypatch)
 @pytest.mark.case("F10")
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["taken", "drawn"])
 def test_min_p_and_logit_bias_have_the_plain_distribution(dflash, plain, is_drawn, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(dflash.runner.drafter, "sampling", DraftSampling(is_drawn, chooses=False))
+    monkeypatch.setattr(dflash.runner.drafter.sampling, "sampling", DraftSampling(is_drawn, chooses=False))
     settings = {"temperature": 1.2, "min_p": 0.15, "logit_bias": {2: 1.0, 5: -2.0}, "max_tokens": 4}
     theirs = Counter(map(tuple, plain.token_ids([[3, 5, 7]] * NUM_SAMPLES, **settings)))
     results = dflash.generate([[3, 5, 7]] * NUM_SAMPLES, **settings)
@@ -93,6 +92,6 @@ def test_vllms_own_setting_draws(engine, tiny_target, tiny_drafter):
     drawing = engine(
         tiny_target, drafter=tiny_drafter, num_drafted=4, speculative={"draft_sample_method": "probabilistic"}
     )
-    sampling = drawing.runner.drafter.sampling
+    sampling = drawing.runner.drafter.sampling.sampling
     assert sampling.is_drawn
     assert sampling.chooses  # "auto" starts with what was asked for
