@@ -12,6 +12,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One thread for each of the processes that share the tests: threads that wait for each other would spin.
+    ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 

@@ -17,8 +17,11 @@ from test_config import naming, speculators
 from tiny_models import drafter_config, write_tiny_drafter
 
 from vllm_dflash import SUPPORTED_VLLM
-from vllm_dflash.plugin import _rebind, _when_imported, installed_vllm, is_served_by_us, version_problem
+from vllm_dflash.plugin import installed_vllm, is_served_by_us, version_problem
+from vllm_dflash.rebinding import rebind, when_imported
 from vllm_dflash.speculative_config import read_drafter
+
+pytestmark = pytest.mark.case("F47")
 
 ALLOW = "DFLASH_ALLOW_UNTESTED_VLLM"
 
@@ -78,6 +81,7 @@ def tiny(tmp_path_factory) -> str:
     return str(write_tiny_drafter(tmp_path_factory.mktemp("unit") / "drafter"))
 
 
+@pytest.mark.case("F28")
 def test_drafter_is_read_with_its_method_given_or_not(tiny):
     expected = read_drafter({"method": "dflash", "model": tiny}, None, None)
     assert expected is not None
@@ -101,6 +105,7 @@ def test_keys_with_dashes_are_the_same_keys(tiny):
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3", "ngram", "draft_model"])
+@pytest.mark.case("F28")
 def test_other_methods_stay_with_vllm_whatever_the_folder_is_called(tmp_path, method):
     folder = str(write_tiny_drafter(tmp_path / "dflash-models" / "drafter"))
     assert read_drafter({"method": method, "model": folder}, None, None) is None
@@ -112,6 +117,7 @@ def test_nothing_to_read_without_a_model(speculative):
     assert read_drafter(speculative, None, None) is None
 
 
+@pytest.mark.case("F28")
 def test_folder_name_does_not_make_a_model_a_drafter(tmp_path):
     eagle = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64}
     folder = write_config(tmp_path / "dflash-models" / "dflash", eagle)
@@ -133,6 +139,7 @@ def test_variants_with_classes_of_their_own_stay_with_vllm(tmp_path, architectur
     assert read_drafter({"method": "dflash", "model": folder}, None, None) is None
 
 
+@pytest.mark.case("F33")
 def test_drafter_under_an_unknown_architecture_is_refused(tmp_path):
     folder = write_config(tmp_path / "drafter", drafter_config(architectures=["Qwen3ForCausalLM"]))
     with pytest.raises(ValueError, match=naming(folder, "['Qwen3ForCausalLM']", "DFlashDraftModel")):
@@ -223,7 +230,7 @@ class Action:
 
 def test_action_runs_once_and_right_after_the_import(late):
     action = Action()
-    _when_imported(late, action)
+    when_imported(late, action)
     assert action.seen == []
     assert late not in sys.modules
     namespace: dict[str, str] = {}
@@ -236,7 +243,7 @@ def test_action_runs_once_and_right_after_the_import(late):
 def test_action_runs_at_once_on_an_imported_module(late):
     module, action = importlib.import_module(late), Action()
     num_finders = len(sys.meta_path)
-    _when_imported(late, action)
+    when_imported(late, action)
     assert action.seen == ["original"]
     assert module.value == "replaced"
     assert len(sys.meta_path) == num_finders
@@ -244,8 +251,8 @@ def test_action_runs_at_once_on_an_imported_module(late):
 
 def test_registering_twice_before_the_import_acts_once(late):
     first, second = Action(), Action()
-    _when_imported(late, first)
-    _when_imported(late, second)
+    when_imported(late, first)
+    when_imported(late, second)
     importlib.import_module(late)
     assert (first.seen, second.seen) == (["original"], [])
 
@@ -253,7 +260,7 @@ def test_registering_twice_before_the_import_acts_once(late):
 def test_looking_the_module_up_does_not_use_up_the_action(late):
     """`importlib.util.find_spec` is how programs ask whether a module exists."""
     action = Action()
-    _when_imported(late, action)
+    when_imported(late, action)
     assert importlib.util.find_spec(late) is not None
     assert action.seen == []
     importlib.import_module(late)
@@ -264,7 +271,7 @@ def test_failed_import_does_not_use_up_the_action(late, tmp_path):
     action, file = Action(), tmp_path / "late_package" / "late.py"
     good = file.read_text()
     file.write_text("raise RuntimeError('not today, and longer than before')\n")
-    _when_imported(late, action)
+    when_imported(late, action)
     with pytest.raises(RuntimeError, match="not today"):
         importlib.import_module(late)
     assert action.seen == []
@@ -275,13 +282,13 @@ def test_failed_import_does_not_use_up_the_action(late, tmp_path):
 
 
 def test_missing_module_stays_missing(late):
-    _when_imported("late_package.absent", Action())
+    when_imported("late_package.absent", Action())
     with pytest.raises(ModuleNotFoundError, match="late_package.absent"):
         importlib.import_module("late_package.absent")
 
 
 def test_other_imports_are_left_alone(late):
-    _when_imported(late, Action())
+    when_imported(late, Action())
     assert importlib.import_module("late_package").__name__ == "late_package"
     num_finders = len(sys.meta_path)
     importlib.import_module(late)
@@ -307,9 +314,9 @@ def test_rebinding_twice_replaces_once(monkeypatch):
         assert isinstance(owner, Owner)
         return original(owner, *args, **kwargs) + 100
 
-    _rebind(Owner, "method", add_hundred)
+    rebind(Owner, "method", add_hundred)
     rebound = Owner.method
-    _rebind(Owner, "method", add_hundred)
+    rebind(Owner, "method", add_hundred)
     assert Owner.method is rebound
     assert Owner().method(1) == 101
     assert Owner().method(3, twice=True) == 106

@@ -23,13 +23,13 @@ Shown by tests/engine/test_cpu_backend.py and tests/faults/test_cpu_crashes.py. 
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-_MARK = "_vllm_dflash"  # on a rebound function: it is ours already
+from vllm_dflash.rebinding import rebind
 
 
 def correct() -> None:
@@ -43,40 +43,25 @@ def correct() -> None:
     # Both modules have it as a global of their own.
     rejection_sampler.apply_top_k_top_p = topk_topp_sampler.apply_top_k_top_p = apply_top_k_top_p
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-    for owner, name, change in (
-        (topk_topp_sampler, "apply_top_k_only", _with_rows_only),
-        (GPUModelRunner, "sample_tokens", _sparing_generators),
-    ):
-        if not getattr(getattr(owner, name), _MARK, False):
-            setattr(owner, name, change(getattr(owner, name)))
-            setattr(getattr(owner, name), _MARK, True)
+    rebind(topk_topp_sampler, "apply_top_k_only", _apply_top_k_to_rows)
+    rebind(GPUModelRunner, "sample_tokens", _sample_sparing_generators)
 
 
-def _with_rows_only(apply_top_k_only: Any) -> Any:
-    """`apply_top_k_only(logits, k)` for steps without rows too."""
-
-    @functools.wraps(apply_top_k_only)
-    def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return apply_top_k_only(logits, k) if len(logits) else logits
-
-    return apply_to_rows
+def _apply_top_k_to_rows(original: Callable[..., Any], logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """In place of `apply_top_k_only(logits, k)`: for steps without rows too."""
+    return original(logits, k) if len(logits) else logits
 
 
-def _sparing_generators(sample_tokens: Any) -> Any:
-    """`GPUModelRunner.sample_tokens` without the generators of requests whose token of this step is dropped."""
-
-    @functools.wraps(sample_tokens)
-    def sample_with_the_others(runner: Any, *args: Any, **named: Any) -> Any:
-        batch = runner.input_batch
-        dropped = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        # Without its own, a row draws from the default generator, and there is nothing to wind back.
-        spared = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
-        try:
-            return sample_tokens(runner, *args, **named)
-        finally:
-            batch.generators.update(spared)
-
-    return sample_with_the_others
+def _sample_sparing_generators(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> Any:
+    """In place of `GPUModelRunner.sample_tokens`: without the generators of requests whose token is dropped."""
+    batch = runner.input_batch
+    dropped = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+    # Without its own, a row draws from the default generator, and there is nothing to wind back.
+    spared = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
+    try:
+        return original(runner, *args, **named)
+    finally:
+        batch.generators.update(spared)
 
 
 def expand_batch_to_tokens(

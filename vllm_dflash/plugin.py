@@ -19,12 +19,12 @@ DFlashProposer.__new__                   our proposer in the V1 runner          
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
-GPUModelRunner.execute_model             placeholder drafts (-1) of requests that the         vLLM verifies no
-  (v1/worker/gpu_model_runner.py)        scheduler pads are not run                           placeholders
+Scheduler.__init__                       one-token prompts are not padded to the length of     vLLM verifies no
+  (v1/core/sched/scheduler.py)           others: what pads them would be verified              placeholders
 GPUModelRunner._get_spec_decode_draft_   distributions of drawn drafts wait in our proposer,   the same
   probs (v1/worker/gpu_model_runner.py)  for as long as the drafts do
 get_kv_cache_groups                      the drafter's layers stay in one group, see           the V1 runner drafts
-  (v1/core/kv_cache_utils.py)            kv_groups.py                                         over several groups
+  (v1/core/kv_cache_utils.py, _planning) kv_groups.py                                         over several groups
 Worker.load_model                        targets that hand out no hidden states are refused    vLLM says so early
   (v1/worker/gpu_worker.py)              before they are loaded
 Worker.compile_or_warm_up_model          kernels are admitted before graphs are captured,     vLLM calls drafters
@@ -43,10 +43,6 @@ In the V2 runner (GPU) vLLM's own speculator drives our drafter.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib.abc
-import importlib.machinery
 import os
 import re
 import sys
@@ -57,15 +53,16 @@ from typing import Any
 
 from vllm_dflash import LOGGER, SUPPORTED_VLLM
 from vllm_dflash.options import DFlashOptions
+from vllm_dflash.rebinding import MARK, rebind, when_imported
 
 #: Set to 1 to run with a vLLM release that this version was not tested with.
 UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
 _ARCHITECTURE = "DFlashDraftModel"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
-_GROUPS_MODULE = "vllm.v1.core.kv_cache_utils"
+_SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
+_GROUPS_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")  # of vLLM 0.32 and 0.33
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
-_MARK = "_vllm_dflash"  # on a rebound function: it is ours already; on a speculative config: we serve it
 
 
 def register() -> None:
@@ -79,13 +76,15 @@ def register() -> None:
     from vllm.sampling_params import SamplingParams
 
     ModelRegistry.register_model(_ARCHITECTURE, "vllm_dflash.drafter:Drafter")
-    _rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
-    _rebind(SamplingParams, "verify", _verify_request)
-    _rebind(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
-    _when_imported(_RUNNER_MODULE, _rebind_runner)
-    _when_imported(_GROUPS_MODULE, lambda module: _rebind(module, "get_kv_cache_groups", _kv_cache_groups))
+    rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
+    rebind(SamplingParams, "verify", _verify_request)
+    rebind(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    when_imported(_RUNNER_MODULE, _rebind_runner)
+    when_imported(_SCHEDULER_MODULE, lambda module: rebind(module.Scheduler, "__init__", _never_pad))
+    for module_name in _GROUPS_MODULES:
+        when_imported(module_name, _rebind_groups)
     for module_name in _WORKERS:
-        _when_imported(module_name, _rebind_worker)
+        when_imported(module_name, _rebind_worker)
 
 
 def installed_vllm() -> str:
@@ -149,7 +148,7 @@ def _create_speculative_config(original: Callable[..., Any], args: Any, *positio
             setattr(args, flag, None)
     speculative_config = original(args, *positional, **named)
     correct_draft_config(speculative_config, config)
-    setattr(speculative_config, _MARK, True)  # goes with it into every process
+    setattr(speculative_config, MARK, True)  # goes with it into every process
     return speculative_config
 
 
@@ -170,7 +169,7 @@ def _verify_request(original: Callable[..., Any], params: Any, *args: Any, **nam
 
 def _validate_spec_decode(original: Callable[..., None], params: Any, speculative_config: Any) -> None:
     """In place of `SamplingParams._validate_spec_decode(speculative_config)`."""
-    if not getattr(speculative_config, _MARK, False):
+    if not getattr(speculative_config, MARK, False):
         original(params, speculative_config)
 
 
@@ -184,27 +183,31 @@ def is_served_by_us(vllm_config: Any) -> bool:
 def _rebind_runner(runner_module: ModuleType) -> None:
     """Everything of the V1 runner; `DFlashProposer` is a global of its module."""
     _rebind_constructor(runner_module.DFlashProposer)
-    _rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
-    _rebind(runner_module.GPUModelRunner, "execute_model", _execute_model)
-    _rebind(runner_module.GPUModelRunner, "_get_spec_decode_draft_probs", _draft_probs)
-    _rebind(runner_module, "build_logitsprocs", _build_logitsprocs)
+    rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
+    rebind(runner_module.GPUModelRunner, "_get_spec_decode_draft_probs", _draft_probs)
+    rebind(runner_module, "build_logitsprocs", _build_logitsprocs)
 
 
 def _build_logitsprocs(original: Callable[..., Any], vllm_config: Any, *args: Any, **named: Any) -> Any:
     """In place of `build_logitsprocs(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)`."""
     is_pooling_model, custom_logitsprocs = args[2:4]
     speculative_config = vllm_config.speculative_config
-    if is_pooling_model or custom_logitsprocs or not getattr(speculative_config, _MARK, False):
+    if is_pooling_model or custom_logitsprocs or not getattr(speculative_config, MARK, False):
         return original(vllm_config, *args, **named)
     from vllm_dflash.verification import logits_processors
 
     return logits_processors(vllm_config, *args[:2])
 
 
+def _rebind_groups(groups_module: ModuleType) -> None:
+    if hasattr(groups_module, "get_kv_cache_groups"):
+        rebind(groups_module, "get_kv_cache_groups", _kv_cache_groups)
+
+
 def _kv_cache_groups(original: Callable[..., Any], vllm_config: Any, kv_cache_spec: Any) -> Any:
     """In place of `get_kv_cache_groups(vllm_config, kv_cache_spec)`."""
     groups = original(vllm_config, kv_cache_spec)
-    if not getattr(vllm_config.speculative_config, _MARK, False):
+    if not getattr(vllm_config.speculative_config, MARK, False):
         return groups
     from vllm_dflash.kv_groups import with_draft_layers_together
 
@@ -213,15 +216,15 @@ def _kv_cache_groups(original: Callable[..., Any], vllm_config: Any, kv_cache_sp
 
 def _rebind_worker(worker_module: ModuleType) -> None:
     worker = getattr(worker_module, _WORKERS[worker_module.__name__])
-    _rebind(worker, "compile_or_warm_up_model", _then_prepare)
+    rebind(worker, "compile_or_warm_up_model", _then_prepare)
     if "load_model" in vars(worker):  # CPUWorker inherits it
-        _rebind(worker, "load_model", _check_then_load)
+        rebind(worker, "load_model", _check_then_load)
 
 
 def _check_then_load(original: Callable[..., Any], worker: Any, *args: Any, **named: Any) -> Any:
     """In place of `Worker.load_model()`."""
     speculative_config = worker.vllm_config.speculative_config
-    if getattr(speculative_config, _MARK, False):
+    if getattr(speculative_config, MARK, False):
         from vllm.model_executor.model_loader.utils import get_model_cls
 
         from vllm_dflash.refusals import check_target_class
@@ -247,7 +250,7 @@ def _then_prepare(original: Callable[..., Any], worker: Any) -> Any:
 
 def _rebind_constructor(native: type) -> None:
     # Replacing __new__ rather than the class leaves every name and isinstance check of vLLM as it is.
-    if getattr(native.__new__, _MARK, False):
+    if getattr(native.__new__, MARK, False):
         return
 
     def choose_proposer(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +260,7 @@ def _rebind_constructor(native: type) -> None:
             cls = DraftProposer
         return object.__new__(cls)
 
-    setattr(choose_proposer, _MARK, True)
+    setattr(choose_proposer, MARK, True)
     native.__new__ = choose_proposer  # type: ignore[method-assign, assignment]
 
 
@@ -268,27 +271,20 @@ def _input_fits_in_drafter(original: Callable[..., bool], runner: Any, metadata:
     return original(runner, metadata)
 
 
-def _execute_model(original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **named: Any) -> Any:
-    """In place of `GPUModelRunner.execute_model(scheduler_output, intermediate_tensors)`.
+def _never_pad(original: Callable[..., None], scheduler: Any, *args: Any, **named: Any) -> None:
+    """In place of `Scheduler.__init__(vllm_config, ...)`.
 
-    Without asynchronous scheduling nothing replaces the -1 drafts with which the scheduler pads a one-token prompt, or
-    what a prefix-cache hit leaves of one, to a uniform length. vLLM clamps them for the embedding, but the rejection
-    sampler gets them as they are and would look up a probability one before the row; and verifying any tokens in
-    their place draws random numbers, so that a seed would give other text beside other neighbours. They are cut off
-    here; the scheduler counts them as rejected.
+    The scheduler pads a one-token prompt, or what a prefix-cache hit leaves of one, with drafts of -1, so that a batch
+    is uniform. Without asynchronous scheduling nothing replaces them: the rejection sampler would look up a probability
+    one before the row, their random numbers change what a seed gives, and their rows of grammar masks are counted. With
+    a schedule of draft lengths it does not pad; this one says K for any number of requests.
     """
-    if _is_ours(runner) and not runner.use_async_scheduling:
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        padded = {request: len(tokens) for request, tokens in scheduled.items() if tokens and tokens[0] == -1}
-        if padded:
-            num_tokens = {r: n - padded.get(r, 0) for r, n in scheduler_output.num_scheduled_tokens.items()}
-            scheduler_output = dataclasses.replace(
-                scheduler_output,
-                num_scheduled_tokens=num_tokens,
-                total_num_scheduled_tokens=sum(num_tokens.values()),
-                scheduled_spec_decode_tokens={r: tokens for r, tokens in scheduled.items() if r not in padded},
-            )
-    return original(runner, scheduler_output, *args, **named)
+    original(scheduler, *args, **named)
+    is_async = scheduler.scheduler_config.async_scheduling
+    is_ours = getattr(scheduler.vllm_config.speculative_config, MARK, False)
+    if is_ours and not is_async and scheduler.dynamic_sd_lookup is None:
+        most_requests = scheduler.scheduler_config.max_num_seqs
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (most_requests + 1)
 
 
 def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata: Any) -> Any:
@@ -301,56 +297,6 @@ def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata
 def _is_ours(runner: Any) -> bool:
     proposer = sys.modules.get("vllm_dflash.proposer")
     return proposer is not None and isinstance(getattr(runner, "drafter", None), proposer.DraftProposer)
-
-
-def _rebind(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method by `replacement(original, self, ...)`, once."""
-    original = getattr(owner, name)
-    if getattr(original, _MARK, False):
-        return
-
-    @functools.wraps(original)
-    def rebound(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
-
-    setattr(rebound, _MARK, True)
-    setattr(owner, name, rebound)
-
-
-def _when_imported(module_name: str, action: Callable[[ModuleType], None]) -> None:
-    """Run `action` on a module now if it is imported, else right after its first import.
-
-    The runner pulls in models and kernels; importing it here would cost every front end seconds.
-    """
-    if module_name in sys.modules:
-        action(sys.modules[module_name])
-    elif not any(isinstance(finder, _ImportHook) and finder.module_name == module_name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ImportHook(module_name, action))
-
-
-class _ImportHook(importlib.abc.MetaPathFinder):
-    def __init__(self, module_name: str, action: Callable[[ModuleType], None]) -> None:
-        self.module_name, self.action = module_name, action
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module_name:
-            return None
-        # Looking a module up is not importing it, so the hook stays until the module has run.
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_then_act(module: ModuleType) -> None:
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            self.action(module)
-
-        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
-        return spec
 
 
 def _logger() -> Any:

@@ -1,19 +1,24 @@
 """What the target's rows go through before drafts are accepted or rejected, beyond what vLLM applies there itself.
 
-vLLM's rejection sampler knows penalties, masks, bad words and minimum lengths for rows behind drafts, but neither
-`logit_bias` nor `min_p`, and refuses requests that have them. The row behind the last draft goes through the plain
-sampler, which knows both; the others get them here, in the plain sampler's order (v1/sample/sampler.py): the bias
-before penalties, which scale it, and min_p after the temperature.
+`logit_bias` and `min_p`: vLLM's rejection sampler knows neither for rows behind drafts, and refuses requests that have
+them. The row behind the last draft goes through the plain sampler, which knows both; the others get them here, in its
+order (v1/sample/sampler.py): the bias before penalties, which scale it, and min_p after the temperature.
+
+Two defects of vLLM 0.32 and 0.33 are corrected on the way: the row behind the last draft is held to `min_tokens` by the
+length before the drafts, and `logprob_token_ids` of a request gives nothing, or ends the engine beside another
+request's `logprobs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -38,7 +43,7 @@ Observer = Callable[[SpecDecodeMetadata, torch.Tensor, SamplingMetadata, torch.T
 
 
 class Verifier(RejectionSampler):
-    """vLLM's rejection sampler, with `logit_bias` and `min_p` on every verified row."""
+    """vLLM's rejection sampler, with every sampling parameter on every verified row."""
 
     def __init__(
         self, sampler: Sampler, spec_config: Any, device: torch.device, observe: Observer | None = None
@@ -54,10 +59,38 @@ class Verifier(RejectionSampler):
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         """Accept or reject; see vLLM's method for shapes."""
-        output = super().forward(metadata, draft_probs, logits, sampling_metadata)
+        wanted = sampling_metadata.logprob_token_ids
+        # vLLM's would put the few values of these tokens where it expects whole rows of the vocabulary.
+        without = dataclasses.replace(sampling_metadata, logprob_token_ids=None)
+        with minimums_behind_blocks(sampling_metadata.logitsprocs.non_argmax_invariant, metadata.num_draft_tokens):
+            output = super().forward(metadata, draft_probs, logits, without)
+        if wanted:
+            given = self.logprobs_of_given_tokens(metadata, logits, wanted, output.sampled_token_ids)
+            output = dataclasses.replace(output, logprobs_tensors=given)
         if self._observe is not None:
             self._observe(metadata, logits, sampling_metadata, output.sampled_token_ids)
         return output
+
+    def logprobs_of_given_tokens(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,  # [rows + requests, vocabulary], as the target gave them
+        token_ids: dict[int, list[int]],  # by index of the request
+        sampled: torch.Tensor,  # [requests, K + 1], -1 behind each request's last
+    ) -> LogprobsTensors | None:
+        """Log-probabilities of the tokens that requests name, [requests * (K + 1), ...], as the plain sampler's."""
+        num_reqs, width = sampled.shape
+        starts = metadata.cu_num_sampled_tokens - metadata.cu_num_sampled_tokens.diff(
+            prepend=metadata.cu_num_sampled_tokens.new_zeros(1)
+        )
+        rows = starts[:, None] + torch.arange(width, device=starts.device)
+        # Rows behind a request's last are dropped with their -1 tokens.
+        rows = rows.flatten().clamp_(max=len(logits) - 1)
+        values = logits[rows].float()
+        if not self.is_logits_logprobs_mode:
+            values = self.sampler.compute_logprobs(values)
+        by_row = {request * width + i: ids for request, ids in token_ids.items() for i in range(width)}
+        return self.sampler.gather_specific_token_logprobs(values, by_row, sampled.flatten().clamp(min=0).long())
 
     def target_probs(
         self, metadata: SpecDecodeMetadata, logits: torch.Tensor, sampling_metadata: SamplingMetadata
@@ -86,6 +119,40 @@ class Verifier(RejectionSampler):
                     counts = torch.tensor(metadata.num_draft_tokens)
                     mask_improbable(logits, processor.min_p_cpu_tensor[: len(counts)], temperatures, counts)
         return logits
+
+
+@contextlib.contextmanager
+def minimums_behind_blocks(processors: Sequence[Any], num_drafts: Sequence[int]) -> Iterator[None]:
+    """While the row behind each block is sampled, hold `min_tokens` against the length there, drafts included.
+
+    vLLM holds it against the length before the block, and so forbids a text to end there that already may. The token
+    of this row counts only where all drafts are accepted.
+    """
+    changed = []
+    for processor in processors:
+        if isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
+            bound = {
+                request: (stops, is_structured)
+                for request, (least, tokens, stops, is_structured) in processor.min_toks.items()
+                if len(tokens) + num_drafts[request] < least
+            }
+            if len(bound) < len(processor.min_toks):
+                changed.append((processor, processor.logits_slice, processor.restore_logits_slice))
+                structured = {request: bound[request] for request in bound if bound[request][1]}
+                processor.logits_slice = _places(bound, processor.device)
+                processor.restore_logits_slice = _places(structured, processor.device)
+    try:
+        yield
+    finally:
+        for processor, places, restored in changed:
+            processor.logits_slice, processor.restore_logits_slice = places, restored
+
+
+def _places(stops: dict[int, tuple[set[int], bool]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, tokens), each [n] int32, of the stop tokens of requests."""
+    pairs = [(request, token) for request, (tokens, _) in stops.items() for token in tokens]
+    rows, tokens = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).to(device, non_blocking=True).unbind(1)
+    return rows, tokens
 
 
 def add_biases(logits: torch.Tensor, biases: dict[int, dict[int, float]], num_rows: Sequence[int]) -> None:

@@ -9,6 +9,8 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("__version__", "plugin.py, length_setup.py"),
         Row("LLM", "demo.py, training/generators.py, training/served.py"),
         Row("SamplingParams", "demo.py, training/generators.py, training/served.py"),
+        Row("LLM", "parity/answers.py"),
+        Row("SamplingParams", "parity/answers.py"),
     ),
     "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py"),),
     "vllm.config.model": (
@@ -17,6 +19,7 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("ModelConfig.get_hidden_size", "speculative_config.py", call=""),
         Row("ModelConfig.get_vocab_size", "speculative_config.py", call=""),
         Row("ModelConfig", "plugin.py", members="architectures"),
+        Row("ModelConfig", "refusals.py, length_setup.py", members="is_hybrid has_inner_state"),
     ),
     "vllm.config.parallel": (
         Row("ParallelConfig", "proposer.py, length_setup.py", fields="data_parallel_size tensor_parallel_size"),
@@ -42,6 +45,12 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             fields="additional_config parallel_config",
             members="use_v2_model_runner",
         ),
+        Row(
+            "VllmConfig",
+            "parity/answers.py",
+            fields="model_config scheduler_config speculative_config",
+            members="use_v2_model_runner",
+        ),
         # Cache slots for the anchor and K masks.
         Row(
             "VllmConfig.num_lookahead_tokens",
@@ -53,6 +62,11 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm.engine.arg_utils": (
         Row(
             "EngineArgs", "plugin.py", fields="speculative_config spec_method spec_model spec_tokens additional_config"
+        ),
+        Row(
+            "EngineArgs",
+            "refusals.py",
+            fields="pipeline_parallel_size kv_transfer_config kv_offloading_size kv_offloading_backend",
         ),
         # Plugins must be in place before the config is created.
         Row("EngineArgs.__post_init__", "plugin.py", contains="load_general_plugins()"),
@@ -75,8 +89,17 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             "demo.py",
             fields="disable_log_stats dtype enforce_eager max_model_len max_num_seqs use_tqdm_on_load",
         ),
+        Row(
+            "EngineArgs",
+            "parity/runs.py",
+            fields=(
+                "additional_config dtype enforce_eager max_model_len max_num_seqs per_request_spec_decode_metrics seed "
+                "skip_tokenizer_init speculative_config use_tqdm_on_load"
+            ),
+        ),
     ),
     "vllm.entrypoints.llm": (
+        Row("LLM.__init__", "parity/answers.py", call="model", sets="llm_engine"),
         Row("LLM.__init__", "demo.py, training/generators.py, training/served.py", call="model"),
         Row("LLM.__init__", "training/generators.py", sets="llm_engine"),
         Row("LLM.chat", "demo.py", call="messages sampling_params * use_tqdm"),
@@ -93,6 +116,7 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
+    "vllm.logprobs": (Row("Logprob", "parity/answers.py", fields="logprob"),),
     "vllm.logger": (
         Row("init_logger", "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py", call="name"),
     ),
@@ -102,6 +126,11 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("CompletionOutput", "demo.py", fields="text token_ids"),
         Row("CompletionOutput", "training/generators.py, training/served.py", fields="finish_reason text token_ids"),
         Row("CompletionOutput", "training/served.py", fields="spec_decode_metrics"),
+        Row(
+            "CompletionOutput",
+            "parity/answers.py",
+            fields="finish_reason logprobs spec_decode_metrics token_ids",
+        ),
     ),
     "vllm.plugins": (
         Row("DEFAULT_PLUGINS_GROUP", "pyproject.toml", value="vllm.general_plugins"),
@@ -122,6 +151,14 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("SamplingParams", "requests.py", members="temperature top_k top_p min_p seed"),
         Row("SamplingParams", "training/generators.py", members="detokenize max_tokens output_kind seed temperature"),
         Row("RequestOutputKind", "training/generators.py", members="FINAL_ONLY"),
+        Row("RequestOutputKind", "parity/answers.py", members="FINAL_ONLY"),
+        # Log-probabilities of the two tokens of a difference, and of the one that the target prefers.
+        Row("SamplingParams", "parity/greedy.py", members="ignore_eos logprob_token_ids logprobs max_tokens"),
+        Row(
+            "SamplingParams",
+            "parity/oracle.py",
+            members=("frequency_penalty logit_bias min_p presence_penalty repetition_penalty temperature top_k top_p"),
+        ),
     ),
     "vllm.transformers_utils.configs.speculators.algos": (
         Row(
@@ -134,14 +171,15 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("get_hf_file_to_dict", "speculative_config.py", call="file_name model revision"),
     ),
     "vllm.v1.engine.llm_engine": (
-        Row("LLMEngine.add_request", "training/generators.py", call="request_id prompt params"),
-        Row("LLMEngine.step", "training/generators.py", call=""),
+        Row("LLMEngine.add_request", "training/generators.py, parity/answers.py", call="request_id prompt params"),
+        Row("LLMEngine.step", "training/generators.py, parity/answers.py", call=""),
     ),
     "vllm.v1.engine.input_processor": (
         Row("InputProcessor._validate_params", "plugin.py", contains="params.verify(_, _, _, _)"),
     ),
     "vllm.v1.metrics.stats": (
         Row("RequestSpecDecodeMetrics", "training/served.py", fields="num_spec_tokens per_step_accepted"),
+        Row("RequestSpecDecodeMetrics", "parity/answers.py", fields="per_step_accepted per_step_drafted"),
     ),
     "vllm.v1.metrics.reader": (
         Row("Metric", "demo.py", fields="name"),

@@ -32,6 +32,11 @@ MODEL: dict[str, tuple[Row, ...]] = {
         Row("rms_norm", "context_kv.py", call="out input weight epsilon"),
         Row("rotary_embedding", "context_kv.py", call="positions query key head_size cos_sin_cache is_neox"),
     ),
+    "vllm.lora.layers.base": (Row("BaseLayerWithLoRA", "proposer.py"),),
+    "vllm.lora.layers.vocab_parallel_embedding": (
+        Row("VocabParallelEmbeddingWithLoRA.__init__", "proposer.py", sets="base_layer"),
+    ),
+    "vllm.model_executor.models.interfaces": (Row("supports_eagle3", "refusals.py", call="model"),),
     "vllm.model_executor.layers.attention.attention": (
         Row("Attention.__init__", "context_kv.py, fused.py", sets="impl kv_cache"),
         Row(
@@ -69,10 +74,12 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.model_executor.model_loader.utils": (
         Row("initialize_model", "drafter.py", contains="model_class(vllm_config=vllm_config, prefix=prefix)"),
+        Row("get_model_cls", "plugin.py", call="model_config"),
     ),
     "vllm.model_executor.models": (Row("ModelRegistry", "plugin.py, speculative_config.py"),),
-    "vllm.platforms": (Row("current_platform", "fused.py"),),
+    "vllm.platforms": (Row("current_platform", "fused.py, plugin.py"),),
     "vllm.platforms.interface": (
+        Row("Platform.is_cpu", "plugin.py", call=""),
         Row("Platform.is_cuda", "fused.py", call=""),
         Row("Platform.is_rocm", "fused.py", call=""),
         Row("Platform.fp8_dtype", "fused.py"),

@@ -39,6 +39,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "vllm.v1.attention.backends.utils": (Row("PAD_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
+    "vllm.v1.kv_cache_interface": (Row("KVCacheGroupSpec", "kv_groups.py", fields="layer_names kv_cache_spec"),),
     "vllm.v1.core.sched.output": (
         Row(
             "SchedulerOutput",
@@ -47,6 +48,8 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "vllm.v1.core.sched.scheduler": (
+        Row("Scheduler.__init__", "plugin.py", sets="dynamic_sd_lookup num_spec_tokens scheduler_config vllm_config"),
+        Row("Scheduler.schedule", "plugin.py", contains="self.dynamic_sd_lookup is None"),
         # The warning that our own message declares void.
         Row(
             "Scheduler.__init__",
@@ -57,7 +60,10 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
-    "vllm.v1.outputs": (Row("SamplerOutput", "verification.py", fields="sampled_token_ids"),),
+    "vllm.v1.outputs": (
+        Row("SamplerOutput", "verification.py", fields="sampled_token_ids logprobs_tensors"),
+        Row("LogprobsTensors", "verification.py"),
+    ),
     "vllm.v1.sample.logits_processor": (
         Row("LogitsProcessors", "verification.py"),
         Row(
@@ -72,15 +78,28 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.v1.sample.logits_processor.builtin": (
         Row("MinTokensLogitsProcessor", "verification.py"),
+        Row(
+            "MinTokensLogitsProcessor.__init__",
+            "verification.py",
+            sets="device logits_slice min_toks restore_logits_slice",
+        ),
         Row("LogitBiasLogitsProcessor", "verification.py"),
         Row("LogitBiasLogitsProcessor.__init__", "verification.py", sets="biases"),
         Row("MinPLogitsProcessor", "verification.py"),
         Row("MinPLogitsProcessor.__init__", "verification.py", sets="min_p_count min_p_cpu_tensor"),
     ),
     "vllm.v1.sample.metadata": (
-        Row("SamplingMetadata", "verification.py, sampling_control.py", fields="temperature all_greedy logitsprocs"),
+        Row(
+            "SamplingMetadata",
+            "verification.py, sampling_control.py",
+            fields="temperature all_greedy logitsprocs logprob_token_ids",
+        ),
     ),
-    "vllm.v1.sample.sampler": (Row("Sampler", "verification.py"),),
+    "vllm.v1.sample.sampler": (
+        Row("Sampler", "verification.py"),
+        Row("Sampler.compute_logprobs", "verification.py", call="logits"),
+        Row("Sampler.gather_specific_token_logprobs", "verification.py", call="logprobs logprob_token_ids sampled"),
+    ),
     "vllm.v1.sample.ops.topk_topp_sampler": (
         Row("apply_top_k_only", "cpu_backend.py", signature="logits k"),
         Row("apply_top_k_top_p", "cpu_backend.py", call="logits k p"),
@@ -92,7 +111,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         Row(
             "SpecDecodeMetadata",
             "verification.py, sampling_control.py",
-            fields="draft_token_ids num_draft_tokens cu_num_draft_tokens target_logits_indices",
+            fields="draft_token_ids num_draft_tokens cu_num_draft_tokens cu_num_sampled_tokens target_logits_indices",
         ),
     ),
     "vllm.v1.sample.rejection_sampler": (
@@ -107,7 +126,12 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             ),
         ),
         Row("apply_sampling_constraints", "verification.py", call="logits cu_num_draft_tokens sampling_metadata"),
-        Row("RejectionSampler.__init__", "verification.py", call="sampler spec_config device"),
+        Row(
+            "RejectionSampler.__init__",
+            "verification.py",
+            call="sampler spec_config device",
+            sets="is_logits_logprobs_mode",
+        ),
         Row(
             "RejectionSampler.forward",
             "verification.py",
@@ -188,6 +212,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.v1.worker.cpu_worker": (
         Row("CPUWorker.compile_or_warm_up_model", "plugin.py", signature=""),
+        Row("CPUWorker", "plugin.py", bases="Worker", lacks="load_model"),
         Row(
             "CPUWorker.init_device",
             "plugin.py, proposer.py",
@@ -202,7 +227,10 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             contains="self.model.precompute_and_store_context_kv(_, _, _)",
         ),
     ),
-    "vllm.v1.worker.gpu_worker": (Row("Worker.compile_or_warm_up_model", "plugin.py", signature=""),),
+    "vllm.v1.worker.gpu_worker": (
+        Row("Worker.compile_or_warm_up_model", "plugin.py", signature=""),
+        Row("Worker.load_model", "plugin.py"),
+    ),
     "vllm.v1.worker.gpu_input_batch": (Row("InputBatch", "proposer.py", members="req_ids"),),
     "vllm.v1.worker.gpu_model_runner": (
         Row("DFlashProposer", "plugin.py"),
