@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
 	done; echo python3)
 
-.PHONY: help setup demo test test-slow check format bench-serving bench-draft-length profile-cycle bench-kernels kernel-report clean
+.PHONY: help setup demo test test-slow check format bench-serving bench-draft-length profile-cycle bench-kernels kernel-report soak clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -48,6 +48,9 @@ bench-kernels: setup ## Time the kernels on a GPU; without one, run each once in
 
 kernel-report: setup ## Compile the kernels for four GPUs that need not be here; registers, spills, shared memory
 	.venv/bin/python tests/kernels/ahead_of_time.py --csv bench/results/compiled_kernels.csv
+
+soak: setup ## Hold 10,000 random requests against plain vLLM (tens of minutes)
+	.venv/bin/python tests/faults/soak.py
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks build dist *.egg-info

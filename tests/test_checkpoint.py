@@ -106,6 +106,7 @@ def test_misspelt_tensor_is_refused_with_the_right_name(folder, right, wrong):
         check(folder)
 
 
+@pytest.mark.case("F33")
 def test_superfluous_layer_is_refused(tmp_path):
     """The checkpoint has more layers than its config.json says: vLLM would serve the first of them."""
     write_tiny_drafter(tmp_path)
@@ -176,6 +177,7 @@ def test_reduced_vocabulary_passes_with_its_map_and_head(tmp_path):
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("absent", ["d2t", "lm_head.weight"])
+@pytest.mark.case("F9")
 def test_reduced_vocabulary_needs_its_map_and_head(tmp_path, absent, quantised):
     """Without them the target's head would be cut, and every draft would be another token than meant."""
     tensors = {name: tensor for name, tensor in REDUCED.items() if name != absent}
@@ -271,10 +273,12 @@ def quantised(folder):
     return folder
 
 
+@pytest.mark.case("F18")
 def test_quantised_checkpoint_passes_with_tensors_of_other_names(quantised):
     check(quantised)
 
 
+@pytest.mark.case("F18")
 def test_the_same_tensors_are_refused_without_a_quantization_config(quantised):
     raw = json.loads((quantised / "config.json").read_text())
     del raw["quantization_config"]
@@ -284,6 +288,7 @@ def test_the_same_tensors_are_refused_without_a_quantization_config(quantised):
 
 
 @pytest.mark.parametrize("module", ["fc", "layers.1.self_attn.k_proj", "layers.2.input_layernorm"])
+@pytest.mark.case("F18")
 def test_quantised_module_without_any_tensor_is_refused(quantised, module):
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith(f"{module}.")]:

@@ -100,6 +100,7 @@ def test_every_value_of_the_z_lab_dialect():
     )
 
 
+@pytest.mark.case("F29")
 def test_both_dialects_describe_the_same_drafter():
     """speculators counts a layer's output from 1, z-lab from 0."""
     assert dataclasses.replace(read(speculators()), dialect="z-lab") == read(z_lab())
@@ -114,6 +115,7 @@ def test_both_dialects_describe_the_same_drafter():
         (speculators(aux_hidden_state_layer_ids=[1]), (0,), (1,)),
     ],
 )
+@pytest.mark.case("F7")
 def test_feature_layers_are_not_off_by_one(raw, of_z_lab, of_vllm):
     config = read(raw)
     assert config.target_layer_ids == of_z_lab
@@ -147,6 +149,7 @@ def test_mask_token_is_nested_or_flat(position):
     ],
     ids=["flat", "transformers 5", "absent"],
 )
+@pytest.mark.case("F31")
 def test_rope_base_in_each_spelling(changes, expected):
     assert read(z_lab(**changes)).rope_theta == expected
 
@@ -271,6 +274,7 @@ OWN_REFUSALS = {
 
 
 @pytest.mark.parametrize("case", OWN_REFUSALS)
+@pytest.mark.case("F30")
 def test_contradictory_file_is_refused(case):
     raw, fragments = OWN_REFUSALS[case]
     repair = next((f for f in fragments if f.startswith("Retrain")), "set the value that it was trained with")
@@ -330,6 +334,7 @@ def test_speculators_checkpoint_of_another_kind_is_refused():
         read(speculators(speculators_model_type="eagle3"))
 
 
+@pytest.mark.case("F8")
 def test_drafter_that_predicts_from_its_anchor_is_refused():
     with pytest.raises(ValueError, match=naming("sample_from_anchor is true", "retrain", "sample_from_anchor false")):
         read(speculators(sample_from_anchor=True))
@@ -356,5 +361,6 @@ def test_drafter_that_predicts_from_its_anchor_is_refused():
         ({}, False),
     ],
 )
+@pytest.mark.case("F33")
 def test_only_plain_dflash_is_ours(raw, ours):
     assert is_dflash_config(raw) is ours

@@ -45,6 +45,7 @@ def test_pair_that_fits_is_accepted(dialect):
     read(dialect(draft_vocab_size=20)).check_target(TARGET)
 
 
+@pytest.mark.case("F52")
 def test_up_to_512_padded_rows_are_not_another_tokenizer():
     config = read(z_lab())
     config.check_target(dataclasses.replace(TARGET, vocab_size=128 + 512))
@@ -65,6 +66,7 @@ def test_shipped_drafter_fits_its_target_alone(drafter):
 # ---- K
 
 
+@pytest.mark.case("F27")
 def test_omitted_k_is_the_trained_block_less_its_anchor():
     config = read(z_lab(block_size=16))
     assert config.max_speculative_tokens == 15
@@ -72,11 +74,13 @@ def test_omitted_k_is_the_trained_block_less_its_anchor():
 
 
 @pytest.mark.parametrize("requested", [1, 4, 7])
+@pytest.mark.case("F27")
 def test_k_within_the_trained_block_is_untouched(requested):
     assert read(z_lab(block_size=8)).resolve_num_speculative_tokens(requested) == (requested, None)
 
 
 @pytest.mark.parametrize("requested", [8, 15])
+@pytest.mark.case("F27")
 def test_k_beyond_the_trained_block_is_clamped_with_a_warning(requested):
     """Slots that were never trained spoil all others, because a block is bidirectional."""
     number, warning = read(z_lab(block_size=8)).resolve_num_speculative_tokens(requested)

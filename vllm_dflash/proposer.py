@@ -13,18 +13,23 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_dflash import cpu_backend
+from vllm_dflash import LOGGER, cpu_backend
 from vllm_dflash.draft_length import DraftPlan
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.length_control import LengthControl, StepBatch
 from vllm_dflash.length_setup import fixed_lengths, make_control
+from vllm_dflash.memory_report import drafter_memory
 from vllm_dflash.requests import draft_limit
 from vllm_dflash.sampling_control import SamplingControl
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
+
+logger = init_logger(LOGGER)
 
 
 class DraftProposer(DFlashProposer):
@@ -44,10 +49,15 @@ class DraftProposer(DFlashProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter; the runner, by now complete, verifies with our sampler from here on."""
         super().load_model(target_model)
+        for owner, name in ((self.model.model, "embed_tokens"), (self.model, "lm_head")):
+            layer = getattr(owner, name)
+            if isinstance(layer, BaseLayerWithLoRA):  # it would look rows up in the target's batch
+                setattr(owner, name, layer.base_layer)
         self.sampling.install_verifier()
 
     def prepare(self) -> None:
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
+        logger.info("%s", drafter_memory(self).line())
         self.lengths = make_control(self)
 
     @torch.inference_mode()

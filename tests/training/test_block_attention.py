@@ -166,6 +166,7 @@ def assert_close(name: str, found: Tensor, expected: Tensor, tolerance: float = 
     assert error < tolerance, f"{name}: differs by {error:.2e}"
 
 
+@pytest.mark.case("F44")
 @pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES)
 def test_block_sees_no_other_document_nor_anything_from_its_anchor_on(backend: Backend, visibility: Visibility) -> None:
     """The trap of SpecForge #470: training looked great and nothing was accepted. Here not a bit may change."""

@@ -120,12 +120,14 @@ def test_sliding_layers_keep_their_window_in_transformers():
 
 
 @pytest.mark.parametrize("changes", [*SHAPES.values(), *ONLY_Z_LAB.values()], ids=[*SHAPES, *ONLY_Z_LAB])
+@pytest.mark.case("F29")
 def test_z_lab_reads_back_the_same(changes):
     raw = json.loads(json.dumps(to_z_lab(shaped(changes))))
     assert DFlashConfig.from_dict(raw, "tiny") == shaped(changes)
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.case("F29")
 def test_speculators_reads_back_the_same(changes):
     raw = json.loads(json.dumps(to_speculators(shaped(changes), TARGET)))
     assert DFlashConfig.from_dict(raw, "tiny") == shaped(changes | {"dialect": "speculators"})

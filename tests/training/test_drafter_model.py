@@ -83,6 +83,7 @@ def test_tensors_have_the_names_and_shapes_of_a_checkpoint(changes: dict[str, An
     assert found == required | {"lm_head.weight": optional["lm_head.weight"]}
 
 
+@pytest.mark.case("F44")
 def test_drafts_do_not_depend_on_anything_from_the_anchor_on_nor_on_other_documents() -> None:
     """Through the whole drafter: not a bit of any slot changes."""
     drafter, blocks = trained(drafter_config()), make_blocks(ROW, ANCHORS, LENGTH)

@@ -185,6 +185,7 @@ def test_no_cache_and_an_example_that_is_not_in_it(tmp_path: Path) -> None:
         cache.read(EXAMPLES[2])
 
 
+@pytest.mark.case("F45")
 def test_the_size_is_announced_before_anything_is_extracted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Stopped(WrittenTarget):
         def extract(self, sequences: Sequence[Sequence[int]]) -> list[SequenceFeatures]:

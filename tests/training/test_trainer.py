@@ -30,6 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
 # ---- learning
 
 
+@pytest.mark.case("F44", "F46")
 def test_a_drafter_learns_a_few_answers_by_heart(task: TinyTask, tmp_path: Path) -> None:
     """The greedy answers of a tiny random target to random tokens: little to generalise, all to be remembered."""
     settings = task.settings(
@@ -48,11 +49,32 @@ def test_a_drafter_learns_a_few_answers_by_heart(task: TinyTask, tmp_path: Path)
     trainer = run(settings)
     taus = [row["eval/tau"] for row in metrics(tmp_path / "out") if "eval/tau" in row]
     assert taus[-1] == round(trainer.evaluate().tau, 4) > 0.9 * settings.draft_block_size
+    assert taus[-1] > 1.2 * lookup_tau(task, settings.draft_block_size - 1)
+
+
+def lookup_tau(task: TinyTask, num_drafted: int) -> float:
+    """Tokens per cycle of the drafter that needs no training: what followed the last two tokens before, or the last."""
+    gained = cycles = 0
+    for row in map(json.loads, task.data.read_text().splitlines()):
+        text = row["prompt_ids"] + row["response_ids"]
+        at = len(row["prompt_ids"])  # index of the next token
+        while at < len(text):
+            drafted: list[int] = []
+            for width in (2, 1):
+                earlier = [i for i in range(width, at) if text[i - width : i] == text[at - width : at]]
+                drafted = drafted or (text[earlier[-1] : at][:num_drafted] if earlier else [])
+            right = [a == b for a, b in zip(drafted, text[at:])]
+            run_length = 1 + (right.index(False) if False in right else len(right))
+            gained += min(run_length, len(text) - at)
+            at += run_length
+            cycles += 1
+    return gained / cycles
 
 
 # ---- going on
 
 
+@pytest.mark.case("F45")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_equals_one_that_was_never_stopped(task: TinyTask, tmp_path: Path, optimizer: str) -> None:
     changes: dict[str, Any] = {
@@ -84,10 +106,15 @@ def test_a_resumed_run_takes_its_own_learning_rate(task: TinyTask, tmp_path: Pat
     assert rates == pytest.approx({1: 1e-3, 2: 1e-3 * 0.853553, 3: 1e-2 * 0.5, 4: 1e-2 * 0.146447}, rel=1e-4)
 
 
+@pytest.mark.case("F45")
 def test_cached_and_online_features_give_the_same_run(task: TinyTask, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"soft_labels": 4, "loss_weight": "dpace"}
     run(task.settings(tmp_path / "online", **changes))
     run(task.settings(tmp_path / "cached", features=str(tmp_path / "features"), **changes))
+    assert any((tmp_path / "features").iterdir())
+    folders = tmp_path / "online", tmp_path / "cached"
+    online, cached = ({file.relative_to(folder) for file in folder.rglob("*")} for folder in folders)
+    assert online == cached, "features are written nowhere but where they were asked for"
     assert metrics(tmp_path / "cached") == metrics(tmp_path / "online")
     assert_same(last_state(tmp_path / "cached")[0], last_state(tmp_path / "online")[0])
 
@@ -95,6 +122,7 @@ def test_cached_and_online_features_give_the_same_run(task: TinyTask, tmp_path: 
 # ---- starting from a drafter
 
 
+@pytest.mark.case("F49")
 @pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
 def test_training_goes_on_from_a_published_drafter(task: TinyTask, tmp_path: Path, dialect: Any) -> None:
     run(task.settings(tmp_path / "first", draft_vocab_size=48))

@@ -50,6 +50,7 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.model_executor.layers.layernorm": (Row("RMSNorm.__init__", "context_kv.py", sets="variance_epsilon weight"),),
     "vllm.model_executor.layers.linear": (
+        Row("LinearBase", "memory_report.py"),
         Row("UnquantizedLinearMethod", "context_kv.py"),
         Row("LinearBase.__init__", "context_kv.py", sets="quant_method"),
         Row("QKVParallelLinear", "context_kv.py", bases="ColumnParallelLinear"),
