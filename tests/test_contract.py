@@ -17,6 +17,8 @@ from vllm_source import Installed, Source, released
 
 from vllm_dflash.plugin import installed_vllm
 
+pytestmark = pytest.mark.case("F47", "F48")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 OTHER_RELEASES = ("0.33.0",)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
+from cases import CASES, NOT_COVERED
 from conftest import REPOSITORY
+from tables import covered_cases, with_tables
 
 from vllm_dflash.options import DFlashOptions
 
@@ -45,3 +47,12 @@ def test_measured_tables_are_filled():
     for name in ("demo output", "serving table"):
         block = README.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0]
         assert len(block.strip()) > 100, f"README's block '{name}' is empty"
+
+
+def test_tables_made_from_the_tests_are_up_to_date():
+    assert with_tables(README) == README, "python tests/tables.py writes them anew"
+
+
+def test_every_trouble_of_users_has_a_test_or_a_reason():
+    assert covered_cases() <= CASES.keys()
+    assert CASES.keys() - covered_cases() == NOT_COVERED.keys()

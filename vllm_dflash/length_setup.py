@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
 from vllm_dflash import LOGGER, __version__
+from vllm_dflash.atomic import write_atomically
 from vllm_dflash.draft_length import (
     CostModel,
     DraftLengthController,
@@ -83,6 +82,8 @@ def _why_fixed(proposer: DraftProposer, options: DFlashOptions) -> str | None:
         return 'as additional_config["dflash"]["draft_length"] says'
     if proposer.runner.use_async_scheduling:
         return "asynchronous scheduling plans a step before its drafts exist; --no-async-scheduling allows shorter ones"
+    if proposer.vllm_config.parallel_config.data_parallel_size > 1:
+        return "data-parallel ranks pass through experts together, and each would decide for itself"
     if proposer.vllm_config.model_config.is_hybrid:
         return "the target's recurrent layers are verified with whole blocks"
     if proposer.vllm_config.speculative_config.uses_dynamic_speculative_decoding():
@@ -112,16 +113,9 @@ def _cost_model(proposer: DraftProposer) -> CostModel:
     cost = CostModel.from_profile(profile(proposer))
     logger.info("draft length: profiled this machine in %.1f s.", time.perf_counter() - started)
     if _is_first_rank():
-        _write(file, cost.to_json())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, lambda temporary: temporary.write_text(cost.to_json()))
     return cost
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(handle, "w") as open_file:
-        open_file.write(text)
-    os.replace(temporary, file)
 
 
 def _facts(proposer: DraftProposer) -> dict[str, Any]:

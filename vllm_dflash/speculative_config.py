@@ -76,6 +76,8 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
     * Causality: vLLM 0.32 and 0.33 serve speculators drafters with full-attention layers causal, although they
       were trained bidirectional (transformers_utils/configs/speculators/algos.py, `update_dflash`; fixed by the
       open pull request 56692). vLLM's per-layer rule without an override is what speculators trains.
+    * Sliding window: transformers' Qwen3Config drops `sliding_window` where `use_sliding_window` is not set, which
+      says nothing about drafters; their layer types do.
     * Prefix cache: vLLM 0.32 drops the last cached block of a hit as EAGLE needs; DFlash's context K/V depend on
       the target's features alone, so the block is valid (0.33 no longer drops it).
     """
@@ -85,6 +87,8 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
         hf_config.dflash_config["causal"] = causal.pop()
     else:
         hf_config.dflash_config.pop("causal", None)
+    for window in set(config.sliding_windows) - {None}:
+        hf_config.dflash_config["swa_window_size"] = window
     if speculative_config.use_eagle_block_drop():
         from vllm.logger import init_logger
 

@@ -12,6 +12,8 @@ from tiny_models import write_tiny_drafter
 
 from vllm_dflash.reference import features_and_logits
 
+pytestmark = pytest.mark.case("F47")
+
 
 def test_dflash_runs_our_proposer_and_drafter(engine, tiny_target, tiny_drafter):
     runner = engine(tiny_target, drafter=tiny_drafter, num_drafted=4).runner

@@ -118,7 +118,11 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.logprobs": (Row("Logprob", "parity/answers.py", fields="logprob"),),
     "vllm.logger": (
-        Row("init_logger", "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py", call="name"),
+        Row(
+            "init_logger",
+            "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py, proposer.py",
+            call="name",
+        ),
     ),
     "vllm.outputs": (
         Row("RequestOutput.__init__", "demo.py", sets="outputs"),

@@ -91,7 +91,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.sample.metadata": (
         Row(
             "SamplingMetadata",
-            "verification.py, sampling_control.py",
+            "verification.py, sampling_control.py, proposer.py",
             fields="temperature all_greedy logitsprocs logprob_token_ids",
         ),
     ),

@@ -93,7 +93,7 @@ def facts(llm: Any) -> dict[str, Any]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    from vllm_dflash.training.atomic import write_atomically
+    from vllm_dflash.atomic import write_atomically
 
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content)))
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_dflash.training.atomic import write_atomically
+from vllm_dflash.atomic import write_atomically
 
 _TAIL_LINES = 15
 _POLL_SECONDS = 0.2

@@ -208,7 +208,7 @@ def write_report(path: str | None, report: dict[str, Any]) -> None:
     Raises:
         RuntimeError: it cannot be written.
     """
-    from vllm_dflash.training.atomic import write_atomically
+    from vllm_dflash.atomic import write_atomically
 
     if path:
         text = json.dumps(report, indent=2, default=str) + "\n"

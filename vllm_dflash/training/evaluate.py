@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash.atomic import write_atomically
 from vllm_dflash.training.acceptance import Acceptance, DocumentAcceptance
-from vllm_dflash.training.atomic import write_atomically
 from vllm_dflash.training.bootstrap import CONFIDENCE, tau_interval
 from vllm_dflash.training.data import Example
 from vllm_dflash.training.loops import last_answer, loop_start

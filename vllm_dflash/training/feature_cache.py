@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vllm_dflash.training.atomic import write_atomically
+from vllm_dflash.atomic import write_atomically
 from vllm_dflash.training.data import Example
 from vllm_dflash.training.target_features import SequenceFeatures, TargetFeatures
 

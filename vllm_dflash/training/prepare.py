@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_dflash.training.atomic import write_atomically
+from vllm_dflash.atomic import write_atomically
 from vllm_dflash.training.chat import load_tokenizer
 from vllm_dflash.training.data import Example, to_example
 from vllm_dflash.training.loops import cut_loop

@@ -67,7 +67,7 @@ def write_answers(path: Path, served: Sequence[Served]) -> None:
     """Keep what was served as rows that `eval` and `train` read."""
     import json
 
-    from vllm_dflash.training.atomic import write_atomically
+    from vllm_dflash.atomic import write_atomically
 
     rows = [json.dumps(one.answer) for one in served]
     write_atomically(path, lambda temporary: temporary.write_text("\n".join(rows) + "\n"))

@@ -15,7 +15,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         RuntimeError: the disk is full or not writable.
     """
-    temporary = path.with_name(f".{path.name}.part")
+    # Processes that write the same file at once must not write the same temporary one.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(temporary)
         with open(temporary, "rb") as file:
