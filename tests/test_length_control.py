@@ -63,6 +63,17 @@ def control(lengths, clock) -> LengthControl:
     return LengthControl(lengths, learns=True, clock=clock)
 
 
+def test_drafts_of_a_request_that_is_left_out_for_a_step_are_settled_when_it_comes_back(control, lengths, clock):
+    """A full token budget leaves requests out; their drafts wait in the scheduler."""
+    step(control, clock, 1.0, batch("ab", [7, 5], [0, 0], [7, 5]))
+    step(control, clock, 0.5, batch("a", [4], [3], [8]), alive="ab")
+    step(control, clock, 0.5, batch("ab", [4, 4], [3, 1], [9, 8]))
+    assert [(ids, verified, accepted) for ids, verified, accepted, _ in lengths.observed] == [
+        (("a",), [3], [0]),
+        (("a", "b"), [3, 3], [0, 2]),
+    ]
+
+
 def test_outcomes_belong_to_the_drafts_of_the_step_before(control, lengths, clock):
     """a: three drafted, two accepted. b: comes with a prompt of five tokens, then all three accepted."""
     step(control, clock, 1.0, batch("a", [7], [0], [7]))
@@ -101,8 +112,8 @@ def test_time_in_which_the_engine_may_have_been_idle_is_no_step(control, lengths
 def test_a_request_that_was_preempted_verified_nothing(control, lengths, clock):
     step(control, clock, 1.0, batch("ab", [7, 5], [0, 0], [7, 5]))
     step(control, clock, 0.5, batch("a", [4], [0], [11]), alive="ab")  # b is waiting
-    step(control, clock, 0.5, batch("ab", [4, 9], [0, 0], [15, 9]))  # b comes back with nine tokens
-    assert [(verified, accepted) for _, verified, accepted, _ in lengths.observed] == [([3, 0], [3, 0]), ([3], [3])]
+    step(control, clock, 0.5, batch("ab", [4, 4], [0, 0], [15, 4]))  # b comes back, beginning with its first tokens
+    assert [(verified, accepted) for _, verified, accepted, _ in lengths.observed] == [([3], [3]), ([3, 0], [3, 0])]
     assert lengths.forgotten == []
 
 

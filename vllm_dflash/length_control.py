@@ -77,6 +77,7 @@ class LengthControl:
         self.lengths, self.learns = lengths, learns
         self._agree, self._trace, self._log, self._count, self._clock = agree, trace, log, count, clock
         self._pending: DraftDecision | None = None  # its drafts are being verified
+        self._known: dict[str, int] = {}  # accepted tokens of its requests when they drafted
         self._last_ids: frozenset[str] = frozenset()
         self._last_end = 0.0
         self._next_line, self._next_count = clock() + _LOG_EVERY, clock()
@@ -107,19 +108,23 @@ class LengthControl:
             alive: requests that vLLM still knows; others are forgotten.
         """
         now = self._clock()
+        due, waiting = _due(self._pending, batch.request_ids, alive)
         if self._last_ids.intersection(batch.request_ids):
-            verified, accepted = _outcome(self._pending, batch)
+            verified, accepted = _outcome(due, self._known, batch)
             step = TimedStep(
                 _size(batch, plan, query_rows, int(verified.sum())),
                 seconds=now - self._last_end,
                 draft_seconds=draft_seconds,
                 context_seconds=context_seconds,
             )
-            self.lengths.observe(self._pending, verified, accepted, step)
+            self.lengths.observe(due, verified, accepted, step)
             if self._trace is not None:
-                self._trace.write(step, self._pending, verified, accepted)
+                self._trace.write(step, due, verified, accepted)
         self.lengths.forget([i for i in self._last_ids if i not in alive])
-        self._pending = decision if len(decision.request_ids) else None
+        pending = decision if waiting is None else decision.with_those_of(waiting)
+        self._pending = pending if len(pending.request_ids) else None
+        lens = dict(zip(batch.request_ids, batch.context_lens.tolist()))
+        self._known = {i: lens[i] if i in lens else self._known[i] for i in pending.request_ids}
         self._last_ids, self._last_end = frozenset(batch.request_ids), now
         if self._count is not None and now >= self._next_count:
             self._next_count = now + _COUNT_EVERY
@@ -129,17 +134,36 @@ class LengthControl:
             self._log(self.lengths.counters.line())
 
 
-def _outcome(pending: DraftDecision | None, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Verified and accepted tokens [D] of each request of a decision; 0 where it is not in the batch as a decode."""
+def _due(
+    pending: DraftDecision | None, request_ids: Collection[str], alive: Collection[str]
+) -> tuple[DraftDecision | None, DraftDecision | None]:
+    """Of a decision, what this step's target pass settled, and what waits: requests that the scheduler left out."""
     if pending is None:
+        return None, None
+    present = set(request_ids)
+    waits = np.array([request not in present and request in alive for request in pending.request_ids])
+    if not waits.any():
+        return pending, None
+    return pending.rows(~waits), pending.rows(waits)
+
+
+def _outcome(due: DraftDecision | None, known: dict[str, int], batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Verified and accepted tokens [D] of each request of a decision; 0 where its drafts were not verified.
+
+    Args:
+        known: accepted tokens of each request when it drafted. A request that was preempted comes back with a chunk of
+            its text, which does not begin there.
+    """
+    if due is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     place = {request: row for row, request in enumerate(batch.request_ids)}
-    rows = np.array([place.get(request, -1) for request in pending.request_ids])
-    verified = np.where(rows >= 0, batch.num_rows[rows] - 1, 0)
-    # After a preemption the request comes back with a chunk of its text; fewer than decided were cut by a grammar.
-    verified = np.where(verified <= pending.lengths, verified, 0)
-    rejected = np.where(rows >= 0, batch.num_rejected[rows], 0)
-    return verified, np.maximum(verified - rejected, 0)
+    rows = np.array([place.get(request, -1) for request in due.request_ids], dtype=np.int64)
+    rejected, num_rows = batch.num_rejected[rows], batch.num_rows[rows]
+    before = batch.context_lens[rows] - num_rows + rejected
+    is_verified = (rows >= 0) & (before == np.array([known.get(i, -1) for i in due.request_ids], dtype=np.int64))
+    # Fewer than decided were cut by a grammar or by the step's token budget.
+    verified = np.where(is_verified & (num_rows - 1 <= due.lengths), num_rows - 1, 0)
+    return verified, np.maximum(verified - np.where(is_verified, rejected, 0), 0)
 
 
 def _size(batch: StepBatch, plan: DraftPlan, query_rows: int, num_verified: int) -> StepSize:

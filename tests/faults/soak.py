@@ -210,6 +210,8 @@ def malformed(request: SoakRequest, answer: Answer) -> str | None:
     """What a sampled answer cannot be, whatever the target's distribution."""
     sampling = request.sampling
     allowed = set(sampling.get("allowed_token_ids", range(10**6)))
+    if sampling.get("min_tokens") and allowed.issubset(sampling.get("stop_token_ids", [])):
+        allowed = set(range(10**6))  # nothing is allowed before the minimum, and vLLM then takes any token
     banned = {words[0] for words in request.bad_words if len(words) == 1}
     for tokens, (reason, _) in zip(answer.token_ids, answer.reasons):
         if not answer.was_aborted and reason is None:

@@ -33,3 +33,21 @@ class DraftDecision:
     confidences: np.ndarray  # [D, P] maximum probability of each position
     lengths: np.ndarray  # [D] int64
     fixed: np.ndarray  # [D] bool, as in the plan
+
+    def rows(self, chosen: np.ndarray) -> DraftDecision:
+        """That of some of its requests, by a mask [D]."""
+        ids = tuple(request for request, is_chosen in zip(self.request_ids, chosen) if is_chosen)
+        return DraftDecision(ids, self.confidences[chosen], self.lengths[chosen], self.fixed[chosen])
+
+    def with_those_of(self, other: DraftDecision) -> DraftDecision:
+        """Of both; they have no request in common. Positions that were not drafted have a confidence of 0."""
+        num_positions = max(self.confidences.shape[1], other.confidences.shape[1])
+        padded = [
+            np.pad(one.confidences, ((0, 0), (0, num_positions - one.confidences.shape[1]))) for one in (self, other)
+        ]
+        return DraftDecision(
+            self.request_ids + other.request_ids,
+            np.concatenate(padded),
+            np.concatenate([self.lengths, other.lengths]),
+            np.concatenate([self.fixed, other.fixed]),
+        )
