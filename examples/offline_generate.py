@@ -37,7 +37,10 @@ def main(target: str, drafter: str) -> None:
 
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     drafts, accepted = (counters[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
-    print(f"\nAcceptance length: {1 + accepted / drafts:.2f} tokens per cycle with drafts, over {drafts} of them.")
+    tau = (
+        f"{1 + accepted / drafts:.2f}" if drafts else "none"
+    )  # on a busy machine drafts may not pay, and there are none
+    print(f"\nAcceptance length: {tau} tokens per cycle with drafts, over {drafts} of them.")
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a process that imports this file again

@@ -76,6 +76,7 @@ class InstantEvent:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the GPU")
 def test_report_has_times_ratios_and_reasons(bench_kernels, monkeypatch, tmp_path: Path):
     """A run as on an H200, on tiny shapes and with the host's clock: the file that floors.py reads."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing beside other tests
     floors = importlib.import_module("floors")
     monkeypatch.setattr(torch.cuda, "Event", InstantEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -82,7 +82,9 @@ def test_requests_of_all_kinds_come_and_go(pair, lengths):
     kinds: list[dict[str, Any]] = [{}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.5}, {"logprobs": 2}]
     kinds += [{"allowed_token_ids": list(range(60, 90))}, {"min_tokens": 5, "ignore_eos": False}]
     prompts = random_prompts(40, lengths=(1, 6, 30, 2), seed=9)
-    sampling = [ENDLESS | kinds[i % len(kinds)] | {"max_tokens": generator.randrange(1, 40)} for i in range(40)]
+    sampling = [{"max_tokens": generator.randrange(1, 40)} for _ in range(40)]
+    sampling = [ENDLESS | kinds[i % len(kinds)] | one for i, one in enumerate(sampling)]
+    sampling = [one | {"max_tokens": max(one["max_tokens"], one.get("min_tokens", 0))} for one in sampling]
     whole = pair.plain_answers(prompts, sampling)
     pair.learn(whole)
     finished: dict[str, Any] = {}

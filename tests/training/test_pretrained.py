@@ -56,7 +56,7 @@ def test_drafters_that_would_change_are_not_read(tmp_path, changes, message):
 
 def test_quantised_tensors_without_a_word_in_the_config_are_not_read(tmp_path):
     quantised = {"fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}
-    with pytest.raises(ValueError, match=r"'fc.weight' as torch.float8_e4m3fn, a quantised type"):
+    with pytest.raises(ValueError, match="'fc.weight' has type F8_E4M3, which is none of"):
         import_drafter(write_tiny_drafter(tmp_path / "drafter", quantised))
 
 

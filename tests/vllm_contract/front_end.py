@@ -10,9 +10,9 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("LLM", "demo.py, training/generators.py, training/served.py"),
         Row("SamplingParams", "demo.py, training/generators.py, training/served.py"),
         Row("LLM", "parity/answers.py"),
-        Row("SamplingParams", "parity/answers.py"),
+        Row("SamplingParams", "parity/answers.py, requests.py"),
     ),
-    "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py"),),
+    "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py, verification.py"),),
     "vllm.config.model": (
         Row("ModelConfig", "drafter.py, proposer.py, speculative_config.py", fields="model max_model_len hf_config"),
         Row("ModelConfig.get_total_num_hidden_layers", "speculative_config.py", call=""),
