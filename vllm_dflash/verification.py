@@ -61,7 +61,7 @@ class Verifier(RejectionSampler):
         """Accept or reject; see vLLM's method for shapes."""
         wanted = sampling_metadata.logprob_token_ids
         # vLLM's would put the few values of these tokens where it expects whole rows of the vocabulary.
-        without = dataclasses.replace(sampling_metadata, logprob_token_ids=None)
+        without = dataclasses.replace(sampling_metadata, logprob_token_ids=None) if wanted else sampling_metadata
         with minimums_behind_blocks(sampling_metadata.logitsprocs.non_argmax_invariant, metadata.num_draft_tokens):
             output = super().forward(metadata, draft_probs, logits, without)
         if wanted:
@@ -79,7 +79,7 @@ class Verifier(RejectionSampler):
         sampled: torch.Tensor,  # [requests, K + 1], -1 behind each request's last
     ) -> LogprobsTensors | None:
         """Log-probabilities of the tokens that requests name, [requests * (K + 1), ...], as the plain sampler's."""
-        num_reqs, width = sampled.shape
+        width = sampled.shape[1]
         starts = metadata.cu_num_sampled_tokens - metadata.cu_num_sampled_tokens.diff(
             prepend=metadata.cu_num_sampled_tokens.new_zeros(1)
         )
