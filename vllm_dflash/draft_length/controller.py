@@ -180,6 +180,8 @@ class DraftLengthController:
         if decision is not None and len(decision.lengths):
             self._follow_seeds(decision, verified, accepted)
             self._outcomes.append((decision, verified, accepted))
+            if len(self._outcomes) > self.settings.plan_at_most_every:  # nothing is planned for seeded requests
+                self._learn()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is remembered of finished requests."""
