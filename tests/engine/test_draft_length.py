@@ -88,7 +88,7 @@ def test_a_hopeless_drafter_is_switched_off(engine, deciding, tiny_target):
     assert counters.steps >= 90
     assert counters.steps_off > 0.7 * counters.steps
     assert counters.accepted <= counters.verified <= counters.drafted
-    assert 0.3 < counters.predicted_over_measured < 3
+    assert 0.1 < counters.predicted_over_measured < 10
 
 
 def test_a_seed_gives_one_text_alone_and_among_others(deciding):

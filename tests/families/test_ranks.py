@@ -47,10 +47,10 @@ def test_two_tensor_parallel_ranks_answer_as_one(engine, tiny_target, tiny_draft
     job = {"target": str(tiny_target), "drafter": str(tiny_drafter), "prompts": PROMPTS, "max_tokens": 40}
     result = answer(start(tmp_path, job | {"settings": settings}))
     assert result["texts"] == engine(tiny_target).token_ids(PROMPTS, max_tokens=40)
-    assert result["drafted"] > 40
+    assert result["drafted"] > 0, "how many depends on the clock: a random drafter is soon switched off"
     first, second = result["workers"]
     assert first["proposer"] == "vllm_dflash.proposer"
     assert first["model"] == "vllm_dflash.drafter"
     assert first["decides"] == "DraftLengthController"
-    assert first["counters"]["steps_off"] > 0, "a random drafter is switched off, by the clock of the first rank"
+    assert 0 < first["counters"]["steps_off"] < first["counters"]["steps"], "lengths by the clock of the first rank"
     assert second == first
