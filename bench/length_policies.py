@@ -22,10 +22,11 @@ class Cell:
     context: int
     concurrency: int
     num_positions: int
+    is_causal: bool = False  # blocks may be as short as the positions that are asked for
 
-    @property
-    def draft_block_size(self) -> int:
-        return self.num_positions + 1
+    def block_size(self, num_positions: int) -> int:
+        """Rows of a request in a draft pass for so many positions."""
+        return (num_positions if self.is_causal else self.num_positions) + 1
 
 
 class Fixed:
@@ -48,8 +49,8 @@ class Ours:
 
     def __init__(self, cell: Cell, seed: int) -> None:
         self.cell, self._rng = cell, np.random.default_rng(seed)
-        cost = CostModel.from_profile(profile(cell.costs, cell.draft_block_size, NOISE, seed))
-        self.controller = DraftLengthController(cell.num_positions, cost, draft_block_size=cell.draft_block_size)
+        cost = CostModel.from_profile(profile(cell.costs, cell.num_positions, cell.block_size, NOISE, seed))
+        self.controller = DraftLengthController(cell.num_positions, cost, is_causal=cell.is_causal)
         self._decision: DraftDecision | None = None
 
     def decide(
@@ -66,7 +67,7 @@ class Ours:
         self, drafting: np.ndarray, lengths: np.ndarray, accepted: np.ndarray, size: Any, finished: Any
     ) -> None:
         error = self._rng.normal(0, NOISE, 3) + (np.log(PAUSE) if self._rng.random() < PAUSE_SHARE else 0.0)
-        step = timed(self.cell.costs, size, self.cell.draft_block_size, error)
+        step = timed(self.cell.costs, size, error)
         self.controller.observe(self._decision, lengths[drafting], accepted[drafting], step)
         self.controller.forget(finished)
 
@@ -98,11 +99,11 @@ class Oracle:
         contexts = float(context_lens[drafting].sum())
         lengths, positions = np.zeros(n, dtype=np.int64), 0
         if len(drafting):
-            draft = float(costs.draft(len(drafting), num_positions, cell.draft_block_size, contexts))
+            draft = float(costs.draft(len(drafting), num_positions, cell.block_size(num_positions), contexts))
             lengths[drafting] = choose_lengths(survival[drafting], seconds + draft, base_tokens=n)
             positions = int(lengths.max())
         gained = float((survival * (np.arange(num_positions) < lengths[:, None])).sum())
-        draft = float(costs.draft(len(drafting), positions, cell.draft_block_size, contexts))
+        draft = float(costs.draft(len(drafting), positions, cell.block_size(positions), contexts))
         return (drafting, positions, lengths), (n + gained) / (float(seconds[lengths.sum()]) + draft)
 
     def observe(self, *_: Any) -> None:

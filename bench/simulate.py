@@ -141,7 +141,7 @@ def fixed_rate(cell: Cell, length: int, context: float, curve: np.ndarray) -> fl
     tokens = n * (1 + length)
     seconds = costs.target(tokens, n, n * context, tokens * context) + costs.context(tokens)
     if length:
-        seconds = seconds + costs.draft(n, length, cell.draft_block_size, n * context)
+        seconds = seconds + costs.draft(n, length, cell.block_size(length), n * context)
     return float(n * (1 + curve[length]) / seconds)
 
 
@@ -153,14 +153,15 @@ def simulate(cell: Cell, text: Any, policy: Any, steps: int) -> dict[str, float]
         probabilities, confidences = text.blocks()
         context_lens = cell.context + text.offset
         drafting, num_positions, lengths = policy.decide(text, context_lens, probabilities, confidences)
-        size = step_size(cell.concurrency, lengths, context_lens, drafting, num_positions, cell.draft_block_size)
+        block_size = cell.block_size(num_positions)
+        size = step_size(cell.concurrency, lengths, context_lens, drafting, num_positions, block_size)
         accepted = np.minimum(text.runs(probabilities), lengths)
         if step >= warm_up:
             survival = np.cumprod(probabilities, 1)
             is_verified = np.arange(cell.num_positions) < lengths[:, None]
             # Expected tokens, not drawn ones: half of the noise for nothing.
             tokens += cell.concurrency + float((survival * is_verified).sum())
-            seconds += timed(cell.costs, size, cell.draft_block_size, np.zeros(3)).seconds
+            seconds += timed(cell.costs, size, np.zeros(3)).seconds
             off += size.num_drafting == 0
         policy.observe(drafting, lengths, accepted, size, text.advance(1 + accepted))
     return {"rate": tokens / seconds, "tau": tokens / steps / cell.concurrency, "off": off / steps}

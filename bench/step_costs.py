@@ -9,6 +9,7 @@ communication.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -205,21 +206,24 @@ def measured_costs(path: Path) -> MeasuredCosts:
     return MeasuredCosts(path.stem, CostModel.from_json(text))
 
 
-def profile(costs: StepCosts, draft_block_size: int, noise: float, seed: int = 0) -> list[TimedStep]:
+def profile(
+    costs: StepCosts, num_positions: int, block_size: Callable[[int], int], noise: float, seed: int = 0
+) -> list[TimedStep]:
     """The timed steps that a start-up profile would measure: a coarse grid of sizes, each time a few percent off."""
+    tried = [length for length in (0, 1, 3, 7, 15) if length <= num_positions]
     rng = np.random.default_rng(seed)
     steps = []
     for num_requests in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        for length in (0, 1, 3, 7, 15):
+        for length in tried:
             for context in (128, 4096):
                 size = step_size(num_requests, np.full(num_requests, length), np.full(num_requests, context))
-                steps.append(timed(costs, size, draft_block_size, rng.normal(0, noise, 3)))
+                steps.append(timed(costs, size, rng.normal(0, noise, 3)))
                 if length:
                     drafting = step_size(
                         num_requests, np.full(num_requests, length), np.full(num_requests, context),
-                        np.arange(num_requests), length, draft_block_size,
+                        np.arange(num_requests), length, block_size(length),
                     )  # fmt: skip
-                    steps.append(timed(costs, drafting, draft_block_size, rng.normal(0, noise, 3)))
+                    steps.append(timed(costs, drafting, rng.normal(0, noise, 3)))
     return steps
 
 
@@ -247,10 +251,10 @@ def step_size(
     )
 
 
-def timed(costs: StepCosts, size: StepSize, draft_block_size: int, log_error: np.ndarray) -> TimedStep:
+def timed(costs: StepCosts, size: StepSize, log_error: np.ndarray) -> TimedStep:
     """A step with its true times times exp(log_error [3]): target, draft, context."""
-    num_positions = size.head_rows // max(size.num_drafting, 1)
+    num_positions, block_size = (rows // max(size.num_drafting, 1) for rows in (size.head_rows, size.query_rows))
     target = costs.target(size.num_tokens, size.num_requests, size.context_tokens, size.attended_tokens)
-    draft = costs.draft(size.num_drafting, num_positions, draft_block_size, size.draft_context_tokens)
+    draft = costs.draft(size.num_drafting, num_positions, block_size, size.draft_context_tokens)
     parts = np.array([float(target), float(draft), float(costs.context(size.context_rows))]) * np.exp(log_error)
     return TimedStep(size, float(parts.sum()), float(parts[1]), float(parts[2]))

@@ -75,7 +75,7 @@ class LengthControl:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lengths, self.learns = lengths, learns
-        self._agree, self._trace, self._log, self._count, self._clock = agree, trace, log, count, clock
+        self._agree, self.trace, self._log, self._count, self._clock = agree, trace, log, count, clock
         self._pending: DraftDecision | None = None  # its drafts are being verified
         self._known: dict[str, int] = {}  # accepted tokens of its requests when they drafted
         self._last_ids: frozenset[str] = frozenset()
@@ -118,8 +118,8 @@ class LengthControl:
                 context_seconds=context_seconds,
             )
             self.lengths.observe(due, verified, accepted, step)
-            if self._trace is not None:
-                self._trace.write(step, due, verified, accepted)
+            if self.trace is not None:
+                self.trace.write(step, due, verified, accepted)
         self.lengths.forget([i for i in self._last_ids if i not in alive])
         pending = decision if waiting is None else decision.with_those_of(waiting)
         self._pending = pending if len(pending.request_ids) else None
