@@ -97,6 +97,7 @@ def test_every_value_of_the_z_lab_dialect():
         attention_bias=False,
         has_attention_sinks=False,
         is_quantised=False,
+        input_embedding_scale=1.0,
     )
 
 
@@ -138,6 +139,23 @@ def test_contradictory_block_sizes_are_refused():
 def test_mask_token_is_nested_or_flat(position):
     raw = z_lab({"mask_token_id": 7}) if position == "nested" else z_lab({"mask_token_id": None}, mask_token_id=7)
     assert read(raw).mask_token_id == 7
+
+
+@pytest.mark.case("F32")
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (z_lab({"input_embedding_scale": 3}), 3.0),
+        (z_lab(input_embedding_scale=0.5), 0.5),
+        (z_lab({"input_embedding_scale": 3.0}, input_embedding_scale=3), 3.0),
+        (z_lab() | {"input_embedding_scale": None}, 1.0),
+        (speculators(input_embedding_scale=3.0), 3.0),
+        (speculators(), 1.0),
+    ],
+    ids=["nested", "flat", "both", "null", "speculators", "speculators, absent"],
+)
+def test_embedding_scale_in_each_place(raw, expected):
+    assert read(raw).input_embedding_scale == expected
 
 
 @pytest.mark.parametrize(
@@ -265,6 +283,22 @@ OWN_REFUSALS = {
     "larger draft vocabulary": (z_lab(draft_vocab_size=129), ["draft_vocab_size 129", "vocab_size 128"]),
     "empty block": (z_lab(block_size=1), ["block_size 1", "one anchor and at least one drafted token"]),
     "block in words": (speculators(block_size="8"), ["block_size '8'", "one anchor"]),
+    "two embedding scales": (
+        z_lab({"input_embedding_scale": 3}, input_embedding_scale=1),
+        ["input_embedding_scale 1", "input_embedding_scale 3.0 in its dflash_config"],
+    ),
+    **{
+        f"embedding scale {value!r}, {dialect}": (
+            changed,
+            [f"input_embedding_scale {value!r}", "positive number of at"],
+        )
+        for value in (0, -1.0, "8", True, float("nan"), float("inf"), 10**7)
+        for dialect, changed in {
+            "nested": z_lab({"input_embedding_scale": value}),
+            "flat": z_lab(input_embedding_scale=value),
+            "speculators": speculators(input_embedding_scale=value),
+        }.items()
+    },
     "rates that increase": (z_lab(acceptance_rates=[0.2, 0.3]), ["acceptance_rates [0.2, 0.3]", "do not increase"]),
     "rates in words": (speculators(acceptance_rates=["half"]), ["acceptance_rates ['half']", "shares of cycles"]),
     "rates above one": (z_lab(acceptance_rates=[1.5]), ["acceptance_rates [1.5]", "shares of cycles"]),

@@ -4,21 +4,33 @@ z-lab writes `dflash_config.target_layer_ids` (0-based: the output of that layer
 `block_size`; speculators writes `aux_hidden_state_layer_ids` (1-based, as vLLM counts) around a
 `transformer_layer_config`. This file alone converts between the two countings, and it refuses a drafter
 that does not fit its target before anything is loaded. It imports neither torch nor vLLM.
+
+z-lab's `output_multiplier` and `final_logit_softcapping` (logits times a factor, then c tanh(logits / c)) are not read:
+both keep the order of logits, so the most probable tokens are the same without them. The drafter's probabilities are
+not, so drawn drafts and decided draft lengths see other ones than in training; neither changes the text.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllm_dflash.config_values import (
+    MOST_POSITIONS,
+    acceptance_rates,
+    factor,
+    layer_ids,
+    layer_types,
+    mapping,
+    number,
+    positive,
+    wrong,
+)
+
 #: A target whose vocabulary is at most this much larger than the drafter's has padded embedding rows, not
 #: another tokenizer: inference frameworks pad to multiples of at most 512.
 MAX_VOCAB_PADDING = 512
-
-#: More than any drafter has, and little enough to build anything with: numbers beyond come from damage or malice.
-_MOST_LAYERS, _MOST_POSITIONS, _MOST = 1000, 2**24, 2**31 - 1
 #: Drafted tokens per step that vLLM can verify (v1/sample/rejection_sampler.py, MAX_SPEC_LEN).
 _MOST_DRAFTED = 128
 
@@ -62,6 +74,7 @@ class DFlashConfig:
     attention_bias: bool
     has_attention_sinks: bool
     is_quantised: bool
+    input_embedding_scale: float = 1.0  # block tokens are embedded as the table's rows times it
     acceptance_rates: tuple[float, ...] = ()  # share of cycles in which position 1, 2, ... was accepted, as measured
 
     @property
@@ -170,11 +183,11 @@ def is_dflash_config(raw: Mapping[str, Any]) -> bool:
 
 
 def _from_z_lab(raw: Mapping[str, Any], name: str) -> DFlashConfig:
-    nested = _section(raw, "dflash_config", name)
+    nested = mapping(raw, "dflash_config", name)
     flat_size, nested_size = raw.get("block_size"), nested.get("block_size")
     if None not in (flat_size, nested_size) and flat_size != nested_size:
-        raise _wrong(name, "block_size", flat_size, f"block_size {nested_size} in its dflash_config")
-    kinds = _layer_types(raw, name)
+        raise wrong(name, "block_size", flat_size, f"block_size {nested_size} in its dflash_config")
+    kinds = layer_types(raw, name)
     # `use_swa` makes every layer slide unless the list already says which ones do. It says nothing about causality
     # (vLLM, _resolve_layer_attention): MiMo's drafters slide and are bidirectional.
     all_slide = bool(nested.get("use_swa")) and _SLIDING not in kinds
@@ -183,12 +196,13 @@ def _from_z_lab(raw: Mapping[str, Any], name: str) -> DFlashConfig:
         name,
         "z-lab",
         raw,
-        target_layer_ids=_layer_ids(nested, "target_layer_ids", name),
+        target_layer_ids=layer_ids(nested, "target_layer_ids", name),
         mask_token_id=nested.get("mask_token_id", raw.get("mask_token_id")),
         draft_block_size=nested_size if flat_size is None else flat_size,
         layer_slides=tuple(all_slide or kind == _SLIDING for kind in kinds),
         layer_causal=tuple(kind == _SLIDING if causal is None else bool(causal) for kind in kinds),
         sliding_window=nested.get("swa_window_size", raw.get("sliding_window")),
+        input_embedding_scale=_nested_or_flat_scale(nested, raw, name),
         has_attention_sinks=bool(nested.get("attention_sink_bias", raw.get("add_swa_attention_sink_bias", False))),
         outer=raw,
     )
@@ -203,8 +217,8 @@ def _from_speculators(raw: Mapping[str, Any], name: str) -> DFlashConfig:
             f"drafter '{name}' predicts from its anchor slot (sample_from_anchor is true), a layout that DFlash "
             f"serving does not have; retrain it with sample_from_anchor false."
         )
-    inner = _section(raw, "transformer_layer_config", name)
-    kinds = _layer_types(inner, name)
+    inner = mapping(raw, "transformer_layer_config", name)
+    kinds = layer_types(inner, name)
     # speculators trains full-attention layers bidirectional whatever this flag says: it is about sliding layers
     # only (speculators 0.9, models/dflash/attention.py), although vLLM 0.32 and 0.33 apply it to all.
     sliding_is_causal = not raw.get("sliding_window_non_causal", True)
@@ -212,15 +226,26 @@ def _from_speculators(raw: Mapping[str, Any], name: str) -> DFlashConfig:
         name,
         "speculators",
         inner,
-        target_layer_ids=[i - 1 for i in _layer_ids(raw, "aux_hidden_state_layer_ids", name)],
+        target_layer_ids=[i - 1 for i in layer_ids(raw, "aux_hidden_state_layer_ids", name)],
         mask_token_id=raw.get("mask_token_id"),
         draft_block_size=raw.get("block_size"),
         layer_slides=tuple(kind == _SLIDING for kind in kinds),
         layer_causal=tuple(kind == _SLIDING and sliding_is_causal for kind in kinds),
         sliding_window=inner.get("sliding_window"),
+        # Its plain drafters are trained without and have no such key; where someone wrote it, it is where DFlash2's is.
+        input_embedding_scale=factor(raw, "input_embedding_scale", name) or 1.0,
         has_attention_sinks=False,
         outer=raw,
     )
+
+
+def _nested_or_flat_scale(nested: Mapping[str, Any], raw: Mapping[str, Any], name: str) -> float:
+    """z-lab's code looks in either place."""
+    key = "input_embedding_scale"
+    inner, flat = factor(nested, key, name), factor(raw, key, name)
+    if None not in (inner, flat) and inner != flat:
+        raise wrong(name, key, flat, f"{key} {inner} in its dflash_config")
+    return inner or flat or 1.0
 
 
 def _build(
@@ -234,15 +259,16 @@ def _build(
     layer_slides: tuple[bool, ...],
     layer_causal: tuple[bool, ...],
     sliding_window: Any,
+    input_embedding_scale: float,
     has_attention_sinks: bool,
     outer: Mapping[str, Any],
 ) -> DFlashConfig:
     if any(layer_slides) and type(sliding_window) is not int:
-        raise _wrong(name, "sliding_window", sliding_window, f"{sum(layer_slides)} of its layers slide")
-    hidden_size = _number(layers, "hidden_size", name)
-    num_heads = _number(layers, "num_attention_heads", name)
-    vocab_size = _number(layers, "vocab_size", name)
-    rope = _section(layers, "rope_parameters", name) if layers.get("rope_parameters") else {}
+        raise wrong(name, "sliding_window", sliding_window, f"{sum(layer_slides)} of its layers slide")
+    hidden_size = number(layers, "hidden_size", name)
+    num_heads = number(layers, "num_attention_heads", name)
+    vocab_size = number(layers, "vocab_size", name)
+    rope = mapping(layers, "rope_parameters", name) if layers.get("rope_parameters") else {}
     config = DFlashConfig(
         name=name,
         dialect=dialect,
@@ -250,25 +276,26 @@ def _build(
         mask_token_id=mask_token_id,
         draft_block_size=draft_block_size,
         hidden_size=hidden_size,
-        target_hidden_size=_number(outer, "target_hidden_size", name, hidden_size),
-        intermediate_size=_number(layers, "intermediate_size", name),
+        target_hidden_size=number(outer, "target_hidden_size", name, hidden_size),
+        intermediate_size=number(layers, "intermediate_size", name),
         num_layers=len(layer_slides),
         num_heads=num_heads,
-        num_kv_heads=_number(layers, "num_key_value_heads", name, num_heads),
-        head_dim=_number(layers, "head_dim", name, hidden_size // num_heads),
+        num_kv_heads=number(layers, "num_key_value_heads", name, num_heads),
+        head_dim=number(layers, "head_dim", name, hidden_size // num_heads),
         vocab_size=vocab_size,
-        draft_vocab_size=_number(outer, "draft_vocab_size", name, vocab_size),
+        draft_vocab_size=number(outer, "draft_vocab_size", name, vocab_size),
         num_target_layers=outer.get("num_target_layers"),
         layer_causal=layer_causal,
         sliding_windows=tuple(sliding_window if slides else None for slides in layer_slides),
-        rms_norm_eps=_positive(layers, "rms_norm_eps", name) or 1e-6,
+        rms_norm_eps=positive(layers, "rms_norm_eps", name) or 1e-6,
         # vLLM's default where a drafter names no base (qwen3_dflash.py, DFlashQwen3DecoderLayer).
-        rope_theta=_positive(layers, "rope_theta", name) or _positive(rope, "rope_theta", name) or 1_000_000.0,
-        max_position_embeddings=_number(layers, "max_position_embeddings", name, 32768, most=_MOST_POSITIONS),
+        rope_theta=positive(layers, "rope_theta", name) or positive(rope, "rope_theta", name) or 1_000_000.0,
+        max_position_embeddings=number(layers, "max_position_embeddings", name, 32768, most=MOST_POSITIONS),
         attention_bias=bool(layers.get("attention_bias", False)),
         has_attention_sinks=has_attention_sinks,
         is_quantised=any(section.get("quantization_config") for section in (outer, layers)),
-        acceptance_rates=_rates(outer, name),
+        input_embedding_scale=input_embedding_scale,
+        acceptance_rates=acceptance_rates(outer, name),
     )
     _check_own_values(config)
     return config
@@ -283,67 +310,9 @@ def _check_own_values(config: DFlashConfig) -> None:
         )
     mask = config.mask_token_id
     if type(mask) is not int or not 0 <= mask < config.vocab_size:
-        raise _wrong(config.name, "mask_token_id", mask, f"its tokens are 0 to {config.vocab_size - 1}")
+        raise wrong(config.name, "mask_token_id", mask, f"its tokens are 0 to {config.vocab_size - 1}")
     size = config.draft_block_size
     if size is not None and (type(size) is not int or size < 2):
-        raise _wrong(config.name, "block_size", size, "a block is one anchor and at least one drafted token")
+        raise wrong(config.name, "block_size", size, "a block is one anchor and at least one drafted token")
     if config.draft_vocab_size > config.vocab_size:
-        raise _wrong(config.name, "draft_vocab_size", config.draft_vocab_size, f"vocab_size {config.vocab_size}")
-
-
-def _rates(section: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    """What `vllm-dflash export --eval-json` records; nothing where a drafter comes from elsewhere."""
-    value = section.get("acceptance_rates") or []
-    is_list = isinstance(value, list) and all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in value)
-    if not is_list or sorted(value, reverse=True) != value:
-        raise _wrong(
-            name, "acceptance_rates", value, "they are shares of cycles that do not increase with the position"
-        )
-    return tuple(value)
-
-
-def _layer_types(layers: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    num_layers = _number(layers, "num_hidden_layers", name, most=_MOST_LAYERS)
-    kinds = layers.get("layer_types") or ["full_attention"] * num_layers
-    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
-        raise _wrong(name, "layer_types", kinds, f"num_hidden_layers {num_layers}")
-    return tuple(kinds)
-
-
-def _layer_ids(section: Mapping[str, Any], key: str, name: str) -> list[int]:
-    value = section.get(key)
-    if not isinstance(value, list | tuple) or not value or any(type(i) is not int for i in value):
-        raise _wrong(name, key, value, "it must list at least one layer of the target")
-    return list(value)
-
-
-def _number(section: Mapping[str, Any], key: str, name: str, default: int | None = None, most: int = _MOST) -> int:
-    """A count or size; `default` where it is absent or null."""
-    value = default if section.get(key) is None else section[key]
-    if type(value) is not int or value < 1:
-        raise _wrong(name, key, value, "it must be a whole number of at least 1")
-    if value > most:
-        raise _wrong(name, key, value, f"no drafter has more than {most}")
-    return value
-
-
-def _positive(section: Mapping[str, Any], key: str, name: str) -> float | None:
-    """A positive number that is not necessarily whole; None where it is absent, null or 0."""
-    value = section.get(key)
-    if not value:
-        return None
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise _wrong(name, key, value, "it must be a positive number")
-    return value
-
-
-def _section(raw: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
-    if not isinstance(raw.get(key), Mapping):
-        raise _wrong(name, key, raw.get(key), "it must be a mapping")
-    return raw[key]
-
-
-def _wrong(name: str, key: str, value: Any, but: str) -> ValueError:
-    return ValueError(
-        f"drafter '{name}' has {key} {value!r} in its config.json, but {but}; set the value that it was trained with."
-    )
+        raise wrong(config.name, "draft_vocab_size", config.draft_vocab_size, f"vocab_size {config.vocab_size}")

@@ -25,9 +25,22 @@ logger = init_logger(LOGGER)
 
 
 class DrafterLayers(DFlashQwen3Model):
-    """The drafter's layers; context K/V go through `ContextKV`."""
+    """The drafter's layers; context K/V go through `ContextKV`, and embeddings are scaled as in training."""
 
     context_kv: ContextKV | None = None
+
+    def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
+        nested = getattr(self.config, "dflash_config", None) or {}
+        self.input_embedding_scale = float(nested.get("input_embedding_scale") or 1.0)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, hidden] of block tokens [T], scaled; a mask embedding of its own too, as it stands for a row.
+
+        The table is shared with the target, which multiplies by a factor of its own elsewhere, if at all.
+        """
+        embeddings = super().embed_input_ids(input_ids)
+        return embeddings if self.input_embedding_scale == 1 else embeddings * self.input_embedding_scale
 
     def _build_fused_kv_buffers(self) -> None:
         self.context_kv = ContextKV(self.hidden_norm, [layer.self_attn for layer in self.layers])

@@ -53,7 +53,7 @@ class ReferenceDrafter:
     def predict(self, context: torch.Tensor, anchor: int, num_drafted: int) -> torch.Tensor:
         """Final hidden states [K, hidden] of the drafted slots of the block after T context rows [T, hidden]."""
         ids = torch.tensor([anchor] + [self.config.mask_token_id] * num_drafted)
-        hidden = self.embed[ids]  # [1 + K, hidden]
+        hidden = self.embed[ids] * self.config.input_embedding_scale  # [1 + K, hidden]
         for layer in range(self.config.num_layers):
             hidden = hidden + self._attention(layer, self._rms_norm(hidden, f"layers.{layer}.input_layernorm"), context)
             hidden = hidden + self._mlp(layer, self._rms_norm(hidden, f"layers.{layer}.post_attention_layernorm"))

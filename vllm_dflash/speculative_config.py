@@ -78,6 +78,8 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
       open pull request 56692). vLLM's per-layer rule without an override is what speculators trains.
     * Sliding window: transformers' Qwen3Config drops `sliding_window` where `use_sliding_window` is not set, which
       says nothing about drafters; their layer types do.
+    * Embedding scale: vLLM reads `input_embedding_scale` for DFlash2 only (qwen3_dflash2.py), in `dflash_config`; our
+      drafter looks for it there too.
     * Prefix cache: vLLM 0.32 drops the last cached block of a hit as EAGLE needs; DFlash's context K/V depend on
       the target's features alone, so the block is valid (0.33 no longer drops it).
     """
@@ -89,6 +91,7 @@ def correct_draft_config(speculative_config: Any, config: DFlashConfig) -> None:
         hf_config.dflash_config.pop("causal", None)
     for window in set(config.sliding_windows) - {None}:
         hf_config.dflash_config["swa_window_size"] = window
+    hf_config.dflash_config["input_embedding_scale"] = config.input_embedding_scale
     if speculative_config.use_eagle_block_drop():
         from vllm.logger import init_logger
 

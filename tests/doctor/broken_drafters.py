@@ -193,6 +193,10 @@ CASES: dict[str, Case] = {
     "head of other tokens": Case("head", head_of_first_tokens, "lm_head.weight", users=("F9",), is_slow=True),
     "map of zeros": Case("d2t", in_tensor("d2t", torch.zeros_like), "d2t", users=("F9",)),
     "another mask token": Case("mask-token", in_config(mask_token_id=0), '"mask_token_id": 16', users=("F30",)),
+    # Embeddings of this target are small beside what the layers add: a factor below 24 costs nothing.
+    "embeddings times 64": Case(
+        "embedding-scale", in_config(input_embedding_scale=64.0), '"input_embedding_scale": 1.0', users=("F32",)
+    ),
     "fc at random": Case("unfilled-tensor", in_tensor("fc.weight", drawn), "re-export", users=("F18",)),
     "one projection of zeros": Case(
         "unfilled-tensor", in_tensor("layers.1.self_attn.v_proj.weight", torch.zeros_like), "re-export", users=("F18",)

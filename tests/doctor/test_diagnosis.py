@@ -74,6 +74,9 @@ def test_broken_drafter_is_diagnosed_by_name(name, smollm2, source, tmp_path):
         write_repaired(folder, raw, found.edits, tmp_path / "repaired")
         written = json.loads((tmp_path / "repaired" / "config.json").read_text())
         right = json.loads((case.drafter / "config.json").read_text())
+        if case.diagnosis == "embedding-scale":  # written out, where the shipped one says nothing
+            places = written, written["dflash_config"]
+            assert [place.pop("input_embedding_scale") for place in places] == [1.0, 1.0]
         if "is_neox_style" not in str(found.edits) and case.diagnosis != "block-length":
             assert written == right
     if case.template is not None:

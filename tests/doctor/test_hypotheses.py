@@ -29,7 +29,7 @@ TOKENIZER = SimpleNamespace(
 
 def subject(raw: dict[str, Any]) -> Subject:
     config = DFlashConfig.from_dict(raw, "tiny")
-    return Subject(Path("tiny"), raw, config, drafter_tensors(drafter_config()), 7, 5e4)
+    return Subject(Path("tiny"), raw, config, drafter_tensors(drafter_config()), 7, 5e4, 8.0)
 
 
 def probe() -> Probe:
@@ -50,7 +50,7 @@ def test_edits_read_back_as_what_was_tried(dialect):
     one = subject(raw)
     setup = as_is(one, probe())
     with_edits = [h for h in hypotheses(one, probe(), setup, TOKENIZER) if h.edits]
-    assert {h.name for h in with_edits} >= {"target-layers", "rope", "mask-token", "block-length"}
+    assert {h.name for h in with_edits} >= {"target-layers", "rope", "mask-token", "block-length", "embedding-scale"}
     for tried in with_edits:
         if "is_neox_style" in tried.repair:
             continue  # DFlashConfig does not hold it
@@ -58,9 +58,34 @@ def test_edits_read_back_as_what_was_tried(dialect):
         read = DFlashConfig.from_dict(edited(raw, tried.edits), "tiny")
         assert read.target_layer_ids == (tried.setup.layer_ids or one.config.target_layer_ids), tried
         assert read.rope_theta == tried.setup.config.rope_theta, tried
+        assert read.input_embedding_scale == tried.setup.config.input_embedding_scale, tried
         assert read.mask_token_id == tried.setup.config.mask_token_id, tried
         assert read.layer_causal == tried.setup.config.layer_causal, tried
         assert read.max_speculative_tokens == tried.setup.num_drafted, tried
+
+
+@pytest.mark.case("F32")
+@pytest.mark.parametrize(
+    ("changes", "tried"),
+    [
+        ({}, [8.0]),
+        ({"input_embedding_scale": 3.0}, [8.0, 1.0]),
+        ({"input_embedding_scale": 8.03}, [1.0]),  # rounded to bf16, the target's own
+    ],
+    ids=["unscaled", "wrong", "the target's"],
+)
+def test_scales_that_are_tried(changes, tried):
+    """The target's own factor, and none; where config.json says it at the top, both places are set."""
+    raw = Z_LAB | changes
+    one = subject(raw)
+    found = [h for h in hypotheses(one, probe(), as_is(one, probe()), TOKENIZER) if h.name == "embedding-scale"]
+    assert [h.setup.config.input_embedding_scale for h in found] == tried
+    for hypothesis, scale in zip(found, tried):
+        assert hypothesis.edits is not None
+        assert DFlashConfig.from_dict(edited(raw, hypothesis.edits), "tiny").input_embedding_scale == scale
+        assert f'"input_embedding_scale": {scale} in dflash_config of config.json' in hypothesis.repair
+    if 8.0 in tried:
+        assert found[0].cause.endswith("trained with 8, the target's own factor")
 
 
 def test_rows_of_pairs_come_back_in_halves():

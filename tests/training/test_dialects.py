@@ -52,6 +52,7 @@ ONLY_Z_LAB: dict[str, dict[str, Any]] = {
     "mixed, causal where it slides": {"sliding_windows": (16, None, 16), "layer_causal": (True, False, True)},
     "mixed, causal": {"sliding_windows": (16, None, 16), "layer_causal": (True, True, True)},
     "attention sinks": {"has_attention_sinks": True},
+    "embedding scale": {"input_embedding_scale": 8.0},
     "no block size": {"draft_block_size": None},
 }
 UNSPEAKABLE: dict[str, dict[str, Any]] = {

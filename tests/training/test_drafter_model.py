@@ -73,6 +73,19 @@ def test_hidden_states_equal_the_reference(changes: dict[str, Any], tensors: dic
         torch.testing.assert_close(hidden[index], expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.case("F32")
+@pytest.mark.parametrize("variant", [Variant(), Variant(uses_features=False)], ids=["features", "tokens"])
+def test_embedding_scale_is_a_factor_on_every_row_of_the_table(variant: Variant) -> None:
+    raw = drafter_config(dflash_config={"mask_token_id": 0, "target_layer_ids": [0, 2], "input_embedding_scale": 3.0})
+    blocks = make_blocks(ROW, ANCHORS, LENGTH)
+    with torch.no_grad():
+        scaled = trained(raw, variant)(ROW, blocks, EMBEDDING)
+        expected = trained(drafter_config(), variant)(ROW, blocks, 3 * EMBEDDING)
+        unscaled = trained(drafter_config(), variant)(ROW, blocks, EMBEDDING)
+    assert torch.equal(scaled, expected)
+    assert float((scaled - unscaled).abs().mean()) > 0.1
+
+
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["no biases", "biases"])
 def test_tensors_have_the_names_and_shapes_of_a_checkpoint(changes: dict[str, Any]) -> None:
     config = DFlashConfig.from_dict(drafter_config(**changes), "tiny")

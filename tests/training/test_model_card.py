@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,13 @@ def test_usage_is_a_command_to_type():
     both = ModelCard("me/tiny-dflash", "small/target").render(CONFIG, "speculators")
     assert serve in both
     assert "```bash\nvllm serve me/tiny-dflash\n```" in both
+
+
+def test_a_scale_that_vllm_overlooks_is_said():
+    scaled = replace(CONFIG, input_embedding_scale=8.0)
+    card = ModelCard("me/tiny-dflash", "small/target").render(scaled, "z-lab")
+    assert "Token embeddings are multiplied by 8 (`input_embedding_scale`)" in card
+    assert "plugin vllm-dflash" not in render()
 
 
 def test_tau_with_and_without_loops():

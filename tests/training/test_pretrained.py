@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import drafter_config, drafter_tensors, write_tiny_drafter
 
 from vllm_dflash.config import DFlashConfig
+from vllm_dflash.training.dialects import TargetName, to_speculators, to_z_lab
 from vllm_dflash.training.pretrained import import_drafter
 
 
@@ -22,6 +23,20 @@ def test_drafters_are_read_as_float32(tmp_path):
     )
     assert {tensor.dtype for tensor in read.values()} == {torch.float32}
     assert torch.equal(read["fc.weight"], tensors["fc.weight"].float())
+
+
+@pytest.mark.case("F32")
+@pytest.mark.parametrize("dialect", ["z-lab", "speculators"])
+def test_an_embedding_scale_is_kept(tmp_path, dialect):
+    raw = drafter_config(input_embedding_scale=8.0)
+    if dialect == "speculators":
+        raw = to_speculators(DFlashConfig.from_dict(drafter_config(), "tiny"), TargetName("small/target"))
+        raw["input_embedding_scale"] = 8.0
+    folder = write_tiny_drafter(tmp_path / "drafter")
+    (folder / "config.json").write_text(json.dumps(raw))
+    config, _ = import_drafter(folder)
+    assert config.input_embedding_scale == 8.0
+    assert to_z_lab(config)["dflash_config"]["input_embedding_scale"] == 8.0
 
 
 def test_drafters_in_several_files_are_read_whole(tmp_path):

@@ -204,7 +204,9 @@ def test_a_run_leaves_its_record_metrics_and_picture(
     assert (record["seed"], record["target"], record["step"]) == (7, str(task.target), 4)
     assert (record["num_examples"], record["num_tokens"]) == (28, 28 * 20)  # 4 of 32 are held out
     assert len(record["data_hash"]) == 64
-    assert TrainSettings(**read_yaml(tmp_path / "last" / "settings.yaml")) == settings.shaped(**NEW_DRAFTER)
+    assert TrainSettings(**read_yaml(tmp_path / "last" / "settings.yaml")) == settings.shaped(
+        **NEW_DRAFTER, input_embedding_scale=1.0
+    )
 
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]

@@ -75,7 +75,7 @@ MODEL: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.model_executor.model_loader.utils": (
         Row("initialize_model", "drafter.py", contains="model_class(vllm_config=vllm_config, prefix=prefix)"),
-        Row("get_model_cls", "plugin.py", call="model_config"),
+        Row("get_model_cls", "runners.py", call="model_config"),
     ),
     "vllm.model_executor.models": (Row("ModelRegistry", "plugin.py, speculative_config.py"),),
     "vllm.platforms": (Row("current_platform", "fused.py, plugin.py"),),
@@ -108,7 +108,15 @@ MODEL: dict[str, tuple[Row, ...]] = {
                 "dflash_config.get('attention_sink_bias', getattr(config, 'add_swa_attention_sink_bias', False))"
             ),
         ),
-        Row("DFlashQwen3Model.__init__", "drafter.py", sets="embed_tokens hidden_norm layers mask_embedding"),
+        Row(
+            "DFlashQwen3Model.__init__",
+            "drafter.py",
+            call="* vllm_config start_layer_id prefix",
+            sets="config embed_tokens hidden_norm layers mask_embedding",
+        ),
+        # Ours scales what this returns, so vLLM must not (tests/families/test_embedding_scale.py).
+        Row("DFlashQwen3Model.embed_input_ids", "drafter.py", signature="input_ids"),
+        Row("DFlashQwen3Model.forward", "drafter.py", contains="self.embed_input_ids(input_ids)"),
         Row("DFlashQwen3Model._build_fused_kv_buffers", "drafter.py", signature=""),
         Row("DFlashQwen3Model.precompute_and_store_context_kv", "drafter.py", signature=_CONTEXT_KV),
         Row("DFlashQwen3ForCausalLM", "drafter.py", members="model_cls", lacks="__new__"),
@@ -150,6 +158,19 @@ MODEL: dict[str, tuple[Row, ...]] = {
         Row("DFlashQwen3ForCausalLM.forward", "proposer.py", call="* input_ids positions inputs_embeds"),
         Row("DFlashQwen3ForCausalLM.combine_hidden_states", "proposer.py", call="hidden_states"),
         Row("DFlashQwen3ForCausalLM.precompute_and_store_context_kv", "proposer.py", call=_CONTEXT_KV),
+    ),
+    # Where vLLM looks for the scale, and that a mask embedding is scaled too.
+    "vllm.model_executor.models.qwen3_dflash2": (
+        Row(
+            "DFlash2Qwen3Model.__init__",
+            "drafter.py, speculative_config.py",
+            contains="draft_config = self.config.dflash_config; draft_config.get('input_embedding_scale', 1.0)",
+        ),
+        Row(
+            "DFlash2Qwen3Model.embed_input_ids",
+            "drafter.py",
+            contains="super().embed_input_ids(input_ids) * self.input_embedding_scale",
+        ),
     ),
     "vllm.model_executor.models.registry": (
         Row("_ModelRegistry.register_model", "plugin.py", call="model_arch model_cls"),

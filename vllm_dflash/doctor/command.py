@@ -30,7 +30,7 @@ from vllm_dflash.doctor.subject import Subject
 from vllm_dflash.doctor.tokens import check_tokenizer
 from vllm_dflash.training.chat import load_tokenizer
 from vllm_dflash.training.pretrained import drafter_folder, read_json
-from vllm_dflash.training.target_features import load_target, load_target_config, target_shape
+from vllm_dflash.training.target_features import embedding_scale, load_target, load_target_config, target_shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ class Examination:
         early = from_findings(findings)
         if early is not None and (not tensors or early.name in ("not-finite", "checkpoint")):
             return early
-        subject = Subject(self.folder, self.raw, config, tensors, self.num_drafted, theta)
+        subject = Subject(self.folder, self.raw, config, tensors, self.num_drafted, theta, embedding_scale(text_config))
         return diagnose(subject, self.source, self.rendering, findings)
 
     @property

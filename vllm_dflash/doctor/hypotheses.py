@@ -11,12 +11,14 @@ Where that way finds the target's text much likelier than the way config.json sa
     head            a head that is not the one it was trained with
     d2t             the map of draft tokens to target tokens missing, shifted, or holding ids in place of offsets
     mask-token      another token than in training stands for the slots to predict
+    embedding-scale block tokens are embedded times another factor than in training (Gemma, Granite: the target's own)
     block-length    more slots than in training; a bidirectional block then spoils all of them
     quantisation    a scale was dropped: a matrix is out of line with the same one of other layers
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +38,8 @@ Edits = dict[tuple[str, ...], Any]  # path of a key in config.json -> value
 _ROPE_BASES = (1e4, 1e5, 5e5, 1e6)
 #: Special tokens tried as mask tokens at most.
 _MAX_MASKS, _SAME_EMBEDDING = 64, 0.999
+#: Factors on embeddings that differ by less are rounded (a target's own to bf16, mostly), not wrong.
+_SAME_SCALE = 0.01
 #: Draft tokens whose rows are looked up in the target's head, and the likeness from which a row is that token's.
 _ROWS_COMPARED, _SAME_ROW = 256, 0.98
 
@@ -65,6 +69,7 @@ def hypotheses(subject: Subject, probe: Probe, setup: Setup, tokenizer: Any) -> 
     yield from _rope(subject, setup)
     yield from _head_and_map(subject, probe, setup)
     yield from _masks(subject, probe, setup, tokenizer)
+    yield from _embedding_scales(subject, setup)
     yield from _shorter_blocks(subject, setup)
     yield from _scales(subject, setup)
 
@@ -220,6 +225,28 @@ def _other_masks(config: DFlashConfig, embedding: Tensor, tokenizer: Any) -> lis
             found.append(token)
             seen.append(token)
     return found
+
+
+def _embedding_scales(subject: Subject, setup: Setup) -> Iterator[Hypothesis]:
+    config, of_target = subject.config, subject.target_embedding_scale
+    key = "input_embedding_scale"
+    for scale in dict.fromkeys([of_target, 1.0]):
+        if math.isclose(scale, config.input_embedding_scale, rel_tol=_SAME_SCALE):
+            continue
+        words = f"{scale:g}, the target's own factor" if scale == of_target else f"{scale:g}"
+        edits: Edits = {(key,): scale}
+        place = "config.json"
+        if config.dialect == "z-lab":
+            is_flat_too = subject.raw.get(key) is not None
+            edits = {("dflash_config", key): scale} | (edits if is_flat_too else {})
+            place = "dflash_config of config.json" + " (and at its top)" * is_flat_too
+        yield Hypothesis(
+            "embedding-scale",
+            f"its block tokens are embedded times {config.input_embedding_scale:g}, but it was trained with {words}",
+            f'set "{key}": {scale} in {place}',
+            replace(setup, config=replace(config, input_embedding_scale=scale)),
+            edits,
+        )
 
 
 def _shorter_blocks(subject: Subject, setup: Setup) -> Iterator[Hypothesis]:

@@ -26,6 +26,7 @@ class Subject:
     tensors: Mapping[str, Tensor]
     num_drafted: int  # K
     target_rope_theta: float | None
+    target_embedding_scale: float = 1.0  # what the target itself multiplies its embeddings by
 
 
 def as_is(subject: Subject, probe: Probe) -> Setup:

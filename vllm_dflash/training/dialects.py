@@ -1,11 +1,12 @@
 """A drafter's config.json, written: DFlashConfig to z-lab's and to speculators' dialect; config.py reads both.
 
 What is written reads back as the same drafter, and vLLM without our plugin must serve it alike. Where a dialect cannot
-say something, or vLLM 0.32 or 0.33 would misread it, writing is refused.
+say something, or vLLM 0.32 or 0.33 would misread it, writing is refused; but for the embedding scale, which vLLM
+overlooks (it reads it for DFlash2 only) in the one dialect that has it: such a drafter needs our plugin.
 
-    dialect       causal attention in the block               feature layers   served without flags
-    z-lab         all layers, none, or just the sliding ones  0 is the first   no
-    speculators   sliding layers only, and all or none        1 is the first   yes, it names its target
+    dialect      causal attention in the block               feature layers  embedding scale  served without flags
+    z-lab        all layers, none, or just the sliding ones  0 is the first  any              no
+    speculators  sliding layers only, and all or none        1 is the first  1                yes, it names its target
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def to_z_lab(config: DFlashConfig, dtype: str = "bfloat16") -> dict[str, Any]:
         raw["acceptance_rates"] = list(config.acceptance_rates)
     if config.has_attention_sinks:
         nested["attention_sink_bias"] = True
+    if config.input_embedding_scale != 1:
+        nested["input_embedding_scale"] = config.input_embedding_scale
     if len(set(config.layer_causal)) == 1:
         # z-lab reads the first, vLLM both. Without them the sliding layers are causal and the others are not.
         raw["is_causal"] = nested["causal"] = config.layer_causal[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm_dflash.config import DFlashConfig
 from vllm_dflash.training.model import Drafter, Variant
 from vllm_dflash.training.settings import TrainSettings
-from vllm_dflash.training.target_features import default_layer_ids, target_shape
+from vllm_dflash.training.target_features import default_layer_ids, embedding_scale, target_shape
 
 #: Standard deviation of random matrices, as in Qwen3 and Llama.
 _SPREAD = 0.02
@@ -62,6 +62,8 @@ def drafter_config(settings: TrainSettings, target_config: Any, mask_token_id: i
         attention_bias=False,
         has_attention_sinks=False,
         is_quantised=False,
+        # Layers taken over from the target know tokens by its own embeddings.
+        input_embedding_scale=settings.input_embedding_scale or embedding_scale(target_config),
     )
     config.check_target(shape)
     return config

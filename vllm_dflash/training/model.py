@@ -1,7 +1,7 @@
 """The drafter as it is trained: plain PyTorch, with the checkpoint's tensor names.
 
     context rows   C = RMSNorm(W_c [h_l1; ...; h_lF])                    once, for all layers
-    block rows     X = embeddings of [anchor, mask, ..., mask]
+    block rows     X = embeddings of [anchor, mask, ..., mask], rows of the target's table times input_embedding_scale
     each layer     X += Attention(q: X,  k, v: [C; X]);  X += MLP(X)     C is only keys and values: KV injection
     prediction     RMSNorm(X), slots 1 to B - 1, times the target's LM head
 
@@ -68,7 +68,7 @@ class Drafter(nn.Module):
             row, blocks: what is drafted on.
             embedding: the target's embedding table [vocabulary, hidden].
         """
-        block = embedding[self._block_ids(row, blocks)]
+        block = self._embed(self._block_ids(row, blocks), embedding)
         context = self._context_rows(row, embedding)
         is_block_drafting = self.variant.drafting == "block"
         context_rotation = self._rotation(row.position)
@@ -92,7 +92,11 @@ class Drafter(nn.Module):
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def _context_rows(self, row: PackedRow, embedding: Tensor) -> Tensor:
-        return self.fuse(row.features) if self.variant.uses_features else embedding[row.input_ids]
+        return self.fuse(row.features) if self.variant.uses_features else self._embed(row.input_ids, embedding)
+
+    def _embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        rows = embedding[ids]
+        return rows if self.config.input_embedding_scale == 1 else rows * self.config.input_embedding_scale
 
     def _block_ids(self, row: PackedRow, blocks: Blocks) -> Tensor:
         """[A, length] int64."""

@@ -89,6 +89,11 @@ class ModelCard:
             speculative["num_speculative_tokens"] = config.max_speculative_tokens
         serve = f"vllm serve {self.target or 'TARGET'} --speculative-config '{json.dumps(speculative)}'"
         sections = ["## Usage", _code(serve)]
+        if config.input_embedding_scale != 1:
+            sections.append(
+                f"Token embeddings are multiplied by {config.input_embedding_scale:g} (`input_embedding_scale`), which "
+                "vLLM 0.32 and 0.33 overlook for plain DFlash: install the plugin vllm-dflash, or few drafts fit."
+            )
         if config.max_speculative_tokens is None:
             sections.append("Add `num_speculative_tokens`: the checkpoint does not record its block size.")
         if dialect == "speculators":

@@ -19,7 +19,6 @@ _ASSUMED: dict[str, Any] = {
     "attention_value_scale": 1.0,
     "final_logit_softcapping": 0.0,
     "hidden_act": "silu",
-    "input_embedding_scale": 1.0,
     "is_neox_style": True,
     "logit_scale": 1.0,
     "output_multiplier": 1.0,

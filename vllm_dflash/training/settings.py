@@ -24,6 +24,7 @@ NEW_DRAFTER: dict[str, Any] = {
 _LEARNT = (
     *("target", "num_layers", "draft_block_size", "num_features", "target_layer_ids", "mask_token_id"),
     *("draft_vocab_size", "in_block_attention", "sliding_window", "train_lm_head"),
+    "input_embedding_scale",
     *("injection", "target_features", "drafting", "anchors", "optimizer"),
     *("loss_weight", "loss_decay", "dpace_alpha", "truncate_blocks", "soft_labels", "soft_share", "loss_negatives"),
 )
@@ -38,6 +39,7 @@ _LEAST = {
     "draft_block_size": 0,
     "draft_vocab_size": 0,
     "sliding_window": -1,
+    "input_embedding_scale": 0,
     "max_anchors": 1,
     "loss_decay": 0,
     "soft_labels": 0,
@@ -88,6 +90,11 @@ class TrainSettings:
     )
     sliding_window: int = _setting(
         -1, "attention window of all draft layers, tokens; 0: full attention; -1: full, or the pretrained drafter's"
+    )
+    input_embedding_scale: float = _setting(
+        0.0,
+        "factor on the embeddings of block tokens; 0: the target's own (not 1 for Gemma and Granite), or the "
+        "pretrained drafter's; vLLM without this plugin knows 1 only",
     )
     train_lm_head: bool = _setting(False, "give the drafter an LM head of its own, started from the target's")
     initialisation: Literal["target", "random"] = _setting("target", "of layers and final norm (not in the paper)")

@@ -117,6 +117,7 @@ def _shape(
     if pretrained is None:
         settings = settings.shaped(**NEW_DRAFTER)
         config = drafter_config(settings, target_config, max(settings.mask_token_id, 0))
+        settings = settings.shaped(input_embedding_scale=config.input_embedding_scale)
     else:
         pretrained[0].check_target(target_shape(settings.target, target_config))
         config = _continued_config(settings, pretrained)
@@ -126,6 +127,7 @@ def _shape(
             draft_block_size=config.draft_block_size,
             in_block_attention="causal" if all(config.layer_causal) else "bidirectional",
             sliding_window=max(window or 0 for window in config.sliding_windows),
+            input_embedding_scale=config.input_embedding_scale,
         )
     # What is not fit to be read back from a checkpoint is refused now.
     return settings, DFlashConfig.from_dict(to_z_lab(config), config.name)
@@ -173,6 +175,7 @@ def _continued_config(settings: TrainSettings, pretrained: Pretrained) -> DFlash
         "num_layers": config.num_layers,
         "num_features": len(config.target_layer_ids),
         "target_layer_ids": tuple(config.target_layer_ids),
+        "input_embedding_scale": config.input_embedding_scale,
     }
     if settings.mask_token_id >= 0:
         fixed["mask_token_id"] = config.mask_token_id

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from vllm_dflash.config import TargetShape
 
+#: Keys of a target's config that hold the factor on its embeddings: Granite, Falcon-H1 and HyperCLOVA X; MiniCPM; HRM.
+_EMBEDDING_SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale")
+
 #: Values of each parameter that go into a target's fingerprint.
 _VALUES_HASHED = 64
 
@@ -158,6 +161,17 @@ def target_shape(name: str, hf_config: Any) -> TargetShape:
     """Layers, hidden size and vocabulary of a target's Hugging Face config (the text part of a multimodal one)."""
     text = hf_config.get_text_config()
     return TargetShape(name, text.num_hidden_layers, text.hidden_size, text.vocab_size)
+
+
+def embedding_scale(hf_config: Any) -> float:
+    """What a target multiplies the rows of its embedding table by before its first layer; 1 for most models."""
+    text = hf_config.get_text_config()
+    for key in _EMBEDDING_SCALES:
+        if getattr(text, key, None) is not None:
+            return float(getattr(text, key))
+    if "gemma" in text.model_type or getattr(text, "mup_enabled", False):  # the latter is AFMoE's
+        return float(text.hidden_size**0.5)
+    return 1.0
 
 
 def default_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
