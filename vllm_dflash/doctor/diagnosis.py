@@ -1,9 +1,9 @@
 """From checks, controls and repairs to one cause.
 
 Order of what decides: an error of config.json or of the tensors that is certain by itself; the repair that brings the
-drafter nearest to the target; another rendering of the prompts; and where none helps, the controls. A repair counts
-when it gains at least `MIN_GAIN` nats per slot with a t of at least `MIN_T`; anchors are paired, and neighbours count
-once. About 30 are tried, so less would be found by chance.
+drafter nearest to the target, or another rendering of the prompts, whichever has the higher tau; and where neither
+helps, the controls. A repair counts when it gains at least `MIN_GAIN` nats per slot with a t of at least `MIN_T`;
+anchors are paired, and neighbours count once. About 30 are tried, so less would be found by chance.
 """
 
 from __future__ import annotations
@@ -162,15 +162,17 @@ def _find_cause(
         repaired = replay(probe, best.setup, best.setup.num_drafted)
         found.repaired = _measurement("repaired", repaired.acceptance)
         found.sentence = best.cause
-    elif (other := _other_rendering(subject, source, rendering, served)) is not None:
+    # Other answers than the drafter learnt from look a little like any other fault, so both are held to what they gain.
+    other = _other_rendering(subject, source, rendering, served)
+    if other is not None and (found.repaired is None or other[1].tau > found.repaired.tau):
         better, found.repaired = other
-        found.name = _rendering_name(better, rendering)
+        found.name, found.gain, found.edits = _rendering_name(better, rendering), None, None
         found.sentence = (
             f"prompts were rendered with {rendering.label}, but the drafter fits answers to prompts rendered with the "
             f"{better.label}"
         )
         found.repair = f"send prompts with the {better.label}: tau is then {found.repaired.text}"
-    else:
+    elif best is None:
         _judge_by_controls(found, served, controls)
 
 
