@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -18,6 +19,21 @@ from conftest import REPOSITORY
 from openai import BadRequestError, OpenAI
 
 QUESTION = [{"role": "user", "content": "Tom has 5 boxes with 12 pencils each. How many pencils has he?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("forecast", "record")
+]
 START_SECONDS = 240
 
 
@@ -50,6 +66,7 @@ def server(tmp_path_factory, smollm2) -> Iterator[Server]:
     }
     environment.pop("TRITON_INTERPRET", None)
     command = [str(REPOSITORY / "examples" / "serve.sh"), "--port", str(port), "--dtype", "float32"]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     # How many drafts there are would else depend on how busy the machine is.
     command += ["--additional-config", '{"dflash": {"draft_length": "fixed"}}']
     with log.open("w") as stream:
@@ -175,3 +192,45 @@ def test_a_refused_request_leaves_the_server_up(server):
     with pytest.raises(BadRequestError):
         server.client.completions.create(model="smollm2", prompt="x", max_tokens=10**6)
     assert server.client.completions.create(model="smollm2", prompt="x", max_tokens=2).choices[0].text
+
+
+@pytest.mark.feature("tool calls over HTTP", "required and named, whole and streamed; calls are those without drafts")
+@pytest.mark.case("F11")
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "forecast"}}], ids=["required", "named"]
+)
+def test_tool_calls_are_those_without_drafts(server, choice):
+    def ask(stream: bool, drafts: bool) -> list[tuple[str, str]]:
+        """Names and arguments of the calls."""
+        reply = server.client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": "Will it rain in Rome in the next two days?"}],
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=80,
+            temperature=0,
+            stream=stream,
+            extra_body={"vllm_xargs": {"dflash": drafts}},
+        )
+        if not stream:
+            return [(call.function.name, call.function.arguments) for call in reply.choices[0].message.tool_calls]
+        calls: dict[int, list[str]] = {}
+        for chunk in reply:
+            for part in chunk.choices[0].delta.tool_calls or []:
+                name, arguments = calls.setdefault(part.index, ["", ""])
+                calls[part.index] = [name + (part.function.name or ""), arguments + (part.function.arguments or "")]
+        return [(name, arguments) for name, arguments in calls.values()]
+
+    drafts = "vllm:spec_decode_num_drafts_total"
+    before = server.counter(drafts)
+    [(name, arguments)] = expected = ask(stream=False, drafts=False)
+    assert server.counter(drafts) == before
+    called = json.loads(arguments)
+    assert name in ("forecast", "record")
+    assert called
+    assert ask(stream=False, drafts=True) == expected
+    assert server.counter(drafts) > before + 2
+    for with_drafts in (False, True):
+        [(streamed_name, streamed)] = ask(stream=True, drafts=with_drafts)
+        assert (streamed_name, json.loads(streamed)) == (name, called)
