@@ -27,6 +27,7 @@ from vllm_dflash.length_setup import fixed_lengths, make_control
 from vllm_dflash.memory_report import drafter_memory
 from vllm_dflash.requests import draft_limit
 from vllm_dflash.sampling_control import SamplingControl
+from vllm_dflash.thinking_budgets import ThinkingBudgets
 from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
 
 logger = init_logger(LOGGER)
@@ -59,6 +60,9 @@ class DraftProposer(DFlashProposer):
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
         logger.info("%s", drafter_memory(self).line())
         self.lengths = make_control(self)
+        batch = self.runner.input_batch
+        if batch.thinking_budget_state_holder is not None:
+            batch.thinking_budget_state_holder = ThinkingBudgets(self.vllm_config, self.device)
 
     @torch.inference_mode()
     def propose(
@@ -101,7 +105,7 @@ class DraftProposer(DFlashProposer):
             torch.from_numpy(plan.drafting).to(self.device, non_blocking=True),
             kv_block_size=self.block_size,
             mask_token_id=self.mask_token_id,
-            num_query_per_req=1 + self.num_masks(plan, num_speculative_tokens),
+            num_query_per_req=1 + self.num_masks(plan),
             max_position=self.max_draft_position,
         )
         self.store_context(target_hidden_states, rows)
@@ -120,9 +124,11 @@ class DraftProposer(DFlashProposer):
         )
         return self.by_request(tokens, decision.lengths, plan.drafting, len(next_token_ids), num_speculative_tokens)
 
-    def num_masks(self, plan: DraftPlan, num_speculative_tokens: int) -> int:
-        """Masks of a block. A causal drafter predicts the same with fewer behind; a bidirectional one sees them."""
-        return plan.num_positions if self.dflash_causal else num_speculative_tokens
+    def num_masks(self, plan: DraftPlan) -> int:
+        """Masks of a block. A causal drafter predicts the same with fewer behind; a bidirectional one sees them, also
+        where the step's K is below the engine's.
+        """
+        return plan.num_positions if self.dflash_causal else self.num_speculative_tokens
 
     @property
     def max_draft_position(self) -> int:
@@ -148,7 +154,7 @@ class DraftProposer(DFlashProposer):
         if num_rejected is not None and has_exact_lens:
             rejected = num_rejected.cpu().numpy().astype(np.int64)[:num_reqs]
         lengths = lengths - rejected
-        has_room = lengths + 1 + num_speculative_tokens <= self.max_draft_position
+        has_room = lengths + 1 + self.num_speculative_tokens <= self.max_draft_position
         is_prefilling = self.runner.discard_request_mask.np[:num_reqs]
         request_ids = tuple(self.runner.input_batch.req_ids[:num_reqs])
         parameters = [self.runner.requests[request].sampling_params for request in request_ids]
