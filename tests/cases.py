@@ -57,7 +57,5 @@ CASES = {
 #: Where no test here can show it; README repeats these lines.
 NOT_COVERED: dict[str, str] = {
     "F20": "On a CPU vLLM has one attention backend, so the choice between backends is tested on GPUs only.",
-    "F24": "Data parallelism is not tested: with experts, vLLM's CPU backend fails in its own exchange between ranks. "
-    "Draft lengths are fixed there, so that ranks cannot disagree.",
     "F37": "Image targets need torchvision, which does not load beside the CPU build of torch, so they are not tested.",
 }
