@@ -17,8 +17,9 @@ from test_config import naming, speculators
 from tiny_models import drafter_config, write_tiny_drafter
 
 from vllm_dflash import SUPPORTED_VLLM
-from vllm_dflash.plugin import installed_vllm, is_served_by_us, version_problem
+from vllm_dflash.plugin import installed_vllm, version_problem
 from vllm_dflash.rebinding import rebind, when_imported
+from vllm_dflash.runners import is_served_by_us
 from vllm_dflash.speculative_config import read_drafter
 
 pytestmark = pytest.mark.case("F47")

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
-from vllm_dflash import LOGGER, __version__
+from vllm_dflash import LOGGER, __version__, step_lengths
 from vllm_dflash.atomic import write_atomically
 from vllm_dflash.draft_length import (
     CostModel,
@@ -55,8 +55,10 @@ def make_control(proposer: DraftProposer) -> LengthControl:
     """What the options ask for, where the runner allows it."""
     options = DFlashOptions.from_additional_config(proposer.vllm_config.additional_config)
     num_tokens = proposer.num_speculative_tokens
-    trace = TraceWriter(options.trace, num_tokens, _facts(proposer)) if options.trace and _is_first_rank() else None
-    why_not = _why_fixed(proposer, options)
+    trace = None
+    if options.trace and _is_first_rank():
+        trace = TraceWriter(_trace_file(options.trace, proposer), num_tokens, _facts(proposer))
+    why_not = _why_fixed(proposer.vllm_config)
     if why_not is not None:
         logger.info("draft length: always %d tokens (%s).", num_tokens, why_not)
         return LengthControl(ScheduledLengths([num_tokens]), learns=trace is not None, trace=trace)
@@ -77,18 +79,17 @@ def make_control(proposer: DraftProposer) -> LengthControl:
     )
 
 
-def _why_fixed(proposer: DraftProposer, options: DFlashOptions) -> str | None:
-    if options.draft_length == "fixed":
-        return 'as additional_config["dflash"]["draft_length"] says'
-    if proposer.runner.use_async_scheduling:
-        return "asynchronous scheduling plans a step before its drafts exist; --no-async-scheduling allows shorter ones"
-    if proposer.vllm_config.parallel_config.data_parallel_size > 1:
-        return "data-parallel ranks pass through experts together, and each would decide for itself"
-    if proposer.vllm_config.model_config.is_hybrid:
-        return "the target's recurrent layers are verified with whole blocks"
-    if proposer.vllm_config.speculative_config.uses_dynamic_speculative_decoding():
-        return "num_speculative_tokens_per_batch_size gives the lengths"
-    return None
+def _why_fixed(vllm_config: Any) -> str | None:
+    reason = step_lengths.why_fixed(vllm_config)
+    if reason is None and step_lengths.is_per_step(vllm_config):
+        return "or as many as the scheduler asks for, which decides in every step"
+    return reason
+
+
+def _trace_file(path: str, proposer: DraftProposer) -> str:
+    """One for each data-parallel rank; in that of a dense target the rank survives as this index only."""
+    index = proposer.vllm_config.parallel_config.data_parallel_index
+    return path if index == 0 else f"{path}.{index}"
 
 
 def _is_first_rank() -> bool:

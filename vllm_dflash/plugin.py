@@ -1,4 +1,4 @@
-"""Entry point of the vLLM plugin, and the only file that rebinds anything in vLLM.
+"""Entry point of the vLLM plugin, and the list of all that is rebound in vLLM.
 
 vLLM calls `register` in every process: front end, engine core, workers, model inspection. It is idempotent,
 cheap, and the names below are replaced only for engines whose method is dflash:
@@ -19,8 +19,13 @@ DFlashProposer.__new__                   our proposer in the V1 runner          
   (v1/spec_decode/dflash.py)                                                                  proposers
 GPUModelRunner._input_fits_in_drafter    room for a block is each request's own affair;       the same
   (v1/worker/gpu_model_runner.py)        context K/V are always written
-Scheduler.__init__                       one-token prompts are not padded to the length of     vLLM verifies no
-  (v1/core/sched/scheduler.py)           others: what pads them would be verified              placeholders
+Scheduler.__init__, schedule,            draft lengths of steps are decided there for the      vLLM has a hook there
+  update_from_output                     V2 runner and asynchronous scheduling, see
+  (v1/core/sched/scheduler.py)           step_lengths.py; a request's bound holds there too
+VllmConfig._maybe_override_dynamic_sd_   the V2 runner captures graphs for these lengths       the same
+  cudagraph_mode (config/vllm.py)
+init_speculator                          steps without drafts make no block pass in the V2     0.32 is gone
+  (v1/worker/gpu/model_runner.py)        runner, see speculator.py
 GPUModelRunner._get_spec_decode_draft_   distributions of drawn drafts wait in our proposer,   the same
   probs (v1/worker/gpu_model_runner.py)  for as long as the drafts do
 get_kv_cache_groups                      the drafter's layers stay in one group, see           the V1 runner drafts
@@ -38,31 +43,28 @@ GPUModelRunner.sample_tokens,            fatal for some requests on CPUs, see cp
 apply_top_k_top_p (there, and in         slow on CPUs, see cpu_sampling.py                    it sorts no vocabulary
   v1/sample/ops/topk_topp_sampler.py)
 
-In the V2 runner (GPU) vLLM's own speculator drives our drafter.
+In the V2 runner (GPU) vLLM's own speculator drives our drafter. What replaces names of runners and workers is in
+runners.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-from vllm_dflash import LOGGER, SUPPORTED_VLLM
+from vllm_dflash import LOGGER, SUPPORTED_VLLM, runners
 from vllm_dflash.options import DFlashOptions
 from vllm_dflash.rebinding import MARK, rebind, when_imported
 
 #: Set to 1 to run with a vLLM release that this version was not tested with.
 UNTESTED_VLLM_VARIABLE = "DFLASH_ALLOW_UNTESTED_VLLM"
 
-_ARCHITECTURE = "DFlashDraftModel"
-_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 _GROUPS_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")  # of vLLM 0.32 and 0.33
-_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
 def register() -> None:
@@ -71,20 +73,23 @@ def register() -> None:
     if problem is not None:
         _logger().error("%s", problem)
         return
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
     from vllm.sampling_params import SamplingParams
 
-    ModelRegistry.register_model(_ARCHITECTURE, "vllm_dflash.drafter:Drafter")
+    ModelRegistry.register_model(runners.ARCHITECTURE, "vllm_dflash.drafter:Drafter")
     rebind(EngineArgs, "create_speculative_config", _create_speculative_config)
     rebind(SamplingParams, "verify", _verify_request)
     rebind(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
-    when_imported(_RUNNER_MODULE, _rebind_runner)
-    when_imported(_SCHEDULER_MODULE, lambda module: rebind(module.Scheduler, "__init__", _never_pad))
+    rebind(VllmConfig, "_maybe_override_dynamic_sd_cudagraph_mode", _list_lengths)
+    when_imported(runners.V1_RUNNER_MODULE, runners.rebind_v1_runner)
+    when_imported(runners.V2_RUNNER_MODULE, runners.rebind_v2_runner)
+    when_imported(_SCHEDULER_MODULE, _rebind_scheduler)
     for module_name in _GROUPS_MODULES:
         when_imported(module_name, _rebind_groups)
-    for module_name in _WORKERS:
-        when_imported(module_name, _rebind_worker)
+    for module_name in runners.WORKERS:
+        when_imported(module_name, runners.rebind_worker)
 
 
 def installed_vllm() -> str:
@@ -173,30 +178,45 @@ def _validate_spec_decode(original: Callable[..., None], params: Any, speculativ
         original(params, speculative_config)
 
 
-def is_served_by_us(vllm_config: Any) -> bool:
-    """Is the plugin switched on, and the drafter a plain one? Variants such as Laguna's keep vLLM's proposer."""
-    architectures = vllm_config.speculative_config.draft_model_config.architectures
-    is_enabled = DFlashOptions.from_additional_config(vllm_config.additional_config).enabled
-    return is_enabled and _ARCHITECTURE in architectures
+def _list_lengths(original: Callable[..., None], vllm_config: Any) -> None:
+    """In place of `VllmConfig._maybe_override_dynamic_sd_cudagraph_mode()`."""
+    if getattr(vllm_config.speculative_config, MARK, False):
+        from vllm_dflash.step_lengths import list_lengths
+
+        list_lengths(vllm_config)
+    original(vllm_config)
 
 
-def _rebind_runner(runner_module: ModuleType) -> None:
-    """Everything of the V1 runner; `DFlashProposer` is a global of its module."""
-    _rebind_constructor(runner_module.DFlashProposer)
-    rebind(runner_module.GPUModelRunner, "_input_fits_in_drafter", _input_fits_in_drafter)
-    rebind(runner_module.GPUModelRunner, "_get_spec_decode_draft_probs", _draft_probs)
-    rebind(runner_module, "build_logitsprocs", _build_logitsprocs)
+def _rebind_scheduler(scheduler_module: ModuleType) -> None:
+    scheduler = scheduler_module.Scheduler
+    rebind(scheduler, "__init__", _then_install)
+    rebind(scheduler, "schedule", _limit_then_schedule)
+    rebind(scheduler, "update_from_output", _learn_then_update)
 
 
-def _build_logitsprocs(original: Callable[..., Any], vllm_config: Any, *args: Any, **named: Any) -> Any:
-    """In place of `build_logitsprocs(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)`."""
-    is_pooling_model, custom_logitsprocs = args[2:4]
-    speculative_config = vllm_config.speculative_config
-    if is_pooling_model or custom_logitsprocs or not getattr(speculative_config, MARK, False):
-        return original(vllm_config, *args, **named)
-    from vllm_dflash.verification import logits_processors
+def _then_install(original: Callable[..., None], scheduler: Any, *args: Any, **named: Any) -> None:
+    """In place of `Scheduler.__init__(vllm_config, ...)`."""
+    from vllm_dflash import step_lengths
 
-    return logits_processors(vllm_config, *args[:2])
+    original(scheduler, *args, **named)
+    step_lengths.install(scheduler)
+
+
+def _limit_then_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **named: Any) -> Any:
+    """In place of `Scheduler.schedule(throttle_prefills)`."""
+    from vllm_dflash import step_lengths
+
+    step_lengths.limit_drafts(scheduler)
+    return original(scheduler, *args, **named)
+
+
+def _learn_then_update(original: Callable[..., Any], scheduler: Any, *args: Any, **named: Any) -> Any:
+    """In place of `Scheduler.update_from_output(scheduler_output, model_runner_output)`."""
+    from vllm_dflash.step_lengths import StepLengths
+
+    if isinstance(scheduler.dynamic_sd_lookup, StepLengths):
+        scheduler.dynamic_sd_lookup.finish(*args, **named)
+    return original(scheduler, *args, **named)
 
 
 def _rebind_groups(groups_module: ModuleType) -> None:
@@ -212,91 +232,6 @@ def _kv_cache_groups(original: Callable[..., Any], vllm_config: Any, kv_cache_sp
     from vllm_dflash.kv_groups import with_draft_layers_together
 
     return with_draft_layers_together(vllm_config, groups)
-
-
-def _rebind_worker(worker_module: ModuleType) -> None:
-    worker = getattr(worker_module, _WORKERS[worker_module.__name__])
-    rebind(worker, "compile_or_warm_up_model", _then_prepare)
-    if "load_model" in vars(worker):  # CPUWorker inherits it
-        rebind(worker, "load_model", _check_then_load)
-
-
-def _check_then_load(original: Callable[..., Any], worker: Any, *args: Any, **named: Any) -> Any:
-    """In place of `Worker.load_model()`."""
-    speculative_config = worker.vllm_config.speculative_config
-    if getattr(speculative_config, MARK, False):
-        from vllm.model_executor.model_loader.utils import get_model_cls
-
-        from vllm_dflash.refusals import check_target_class
-
-        target = worker.vllm_config.model_config
-        check_target_class(get_model_cls(target), target.model, speculative_config.draft_model_config.model)
-    return original(worker, *args, **named)
-
-
-def _then_prepare(original: Callable[..., Any], worker: Any) -> Any:
-    """In place of `Worker.compile_or_warm_up_model()`."""
-    runner = worker.model_runner
-    drafter_module = sys.modules.get("vllm_dflash.drafter")
-    driver = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # of the V1 or the V2 runner
-    model = getattr(driver, "model", None)
-    if drafter_module is not None and isinstance(model, drafter_module.Drafter):
-        model.admit_kernels()
-    result = original(worker)
-    if _is_ours(runner):
-        runner.drafter.prepare()
-    return result
-
-
-def _rebind_constructor(native: type) -> None:
-    # Replacing __new__ rather than the class leaves every name and isinstance check of vLLM as it is.
-    if getattr(native.__new__, MARK, False):
-        return
-
-    def choose_proposer(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is native and is_served_by_us(vllm_config):
-            from vllm_dflash.proposer import DraftProposer
-
-            cls = DraftProposer
-        return object.__new__(cls)
-
-    setattr(choose_proposer, MARK, True)
-    native.__new__ = choose_proposer  # type: ignore[method-assign, assignment]
-
-
-def _input_fits_in_drafter(original: Callable[..., bool], runner: Any, metadata: Any) -> bool:
-    """In place of `GPUModelRunner._input_fits_in_drafter(common_attn_metadata)`."""
-    if _is_ours(runner):
-        return metadata is not None
-    return original(runner, metadata)
-
-
-def _never_pad(original: Callable[..., None], scheduler: Any, *args: Any, **named: Any) -> None:
-    """In place of `Scheduler.__init__(vllm_config, ...)`.
-
-    The scheduler pads a one-token prompt, or what a prefix-cache hit leaves of one, with drafts of -1, so that a batch
-    is uniform. Without asynchronous scheduling nothing replaces them: the rejection sampler would look up a probability
-    one before the row, their random numbers change what a seed gives, and their rows of grammar masks are counted. With
-    a schedule of draft lengths it does not pad; this one says K for any number of requests.
-    """
-    original(scheduler, *args, **named)
-    is_async = scheduler.scheduler_config.async_scheduling
-    is_ours = getattr(scheduler.vllm_config.speculative_config, MARK, False)
-    if is_ours and not is_async and scheduler.dynamic_sd_lookup is None:
-        most_requests = scheduler.scheduler_config.max_num_seqs
-        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (most_requests + 1)
-
-
-def _draft_probs(original: Callable[..., Any], runner: Any, spec_decode_metadata: Any) -> Any:
-    """In place of `GPUModelRunner._get_spec_decode_draft_probs(spec_decode_metadata)`."""
-    if _is_ours(runner):
-        return runner.drafter.sampling.verified_probs(spec_decode_metadata)
-    return original(runner, spec_decode_metadata)
-
-
-def _is_ours(runner: Any) -> bool:
-    proposer = sys.modules.get("vllm_dflash.proposer")
-    return proposer is not None and isinstance(getattr(runner, "drafter", None), proposer.DraftProposer)
 
 
 def _logger() -> Any:

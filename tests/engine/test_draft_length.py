@@ -87,7 +87,8 @@ def test_a_hopeless_drafter_is_switched_off(engine, deciding, tiny_target):
     counters = controller.counters
     assert counters.steps >= 90
     assert counters.steps_off > 0.7 * counters.steps
-    assert counters.accepted <= counters.verified <= counters.drafted
+    # The first step has no time and is not counted, but its drafts are verified.
+    assert counters.accepted <= counters.verified <= counters.drafted + K * len(PROMPTS)
     assert 0.1 < counters.predicted_over_measured < 10
 
 

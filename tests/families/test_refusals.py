@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_dflash import refusals
-from vllm_dflash.length_setup import _why_fixed
-from vllm_dflash.options import DFlashOptions
+from vllm_dflash.step_lengths import why_fixed
 
 pytest_plugins = ["family_engines"]
 
@@ -46,19 +45,19 @@ def test_vllms_cpu_backend_corrupts_mamba_states(engine, family_target, family_d
 @pytest.mark.case("F40")
 def test_elsewhere_recurrent_targets_get_whole_blocks():
     """On GPUs vLLM keeps the states right for steps without drafts too; all the same they are not sought."""
-    proposer: Any = SimpleNamespace(
-        runner=SimpleNamespace(use_async_scheduling=False),
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(is_hybrid=True),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
-            speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
+    config: Any = SimpleNamespace(
+        additional_config={},
+        model_config=SimpleNamespace(is_hybrid=True),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        speculative_config=SimpleNamespace(
+            uses_dynamic_speculative_decoding=lambda: False, enable_adaptive_verification=False
         ),
     )
-    assert _why_fixed(proposer, DFlashOptions()) == "the target's recurrent layers are verified with whole blocks"
-    proposer.vllm_config.model_config.is_hybrid = False
-    assert _why_fixed(proposer, DFlashOptions()) is None
-    proposer.vllm_config.parallel_config.data_parallel_size = 2
-    assert "data-parallel ranks" in str(_why_fixed(proposer, DFlashOptions()))
+    assert why_fixed(config) == "the target's recurrent layers are verified with whole blocks"
+    config.model_config.is_hybrid = False
+    assert why_fixed(config) is None
+    config.parallel_config.data_parallel_size = 2
+    assert "data-parallel ranks" in str(why_fixed(config))
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from vllm_contract.front_end import FRONT_END
 from vllm_contract.model import MODEL
 from vllm_contract.row import Row
 from vllm_contract.runner import RUNNER
+from vllm_contract.scheduling import SCHEDULING
 
 __all__ = ["CONTRACT", "Row"]
 
 #: By module of vLLM; each module is in one part alone.
-CONTRACT: dict[str, tuple[Row, ...]] = FRONT_END | MODEL | RUNNER
-assert len(CONTRACT) == len(FRONT_END) + len(MODEL) + len(RUNNER), "a module of vLLM is in two parts"
+CONTRACT: dict[str, tuple[Row, ...]] = FRONT_END | MODEL | RUNNER | SCHEDULING
+assert len(CONTRACT) == sum(map(len, (FRONT_END, MODEL, RUNNER, SCHEDULING))), "a module of vLLM is in two parts"

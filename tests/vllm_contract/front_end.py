@@ -12,23 +12,39 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
         Row("LLM", "parity/answers.py"),
         Row("SamplingParams", "parity/answers.py, requests.py"),
     ),
-    "vllm.config": (Row("VllmConfig", "drafter.py, proposer.py, verification.py"),),
+    "vllm.config": (Row("VllmConfig", "drafter.py, plugin.py, proposer.py, thinking_budgets.py, verification.py"),),
+    "vllm.config.scheduler": (Row("SchedulerConfig", "step_lengths.py", fields="async_scheduling max_num_seqs"),),
     "vllm.config.model": (
         Row("ModelConfig", "drafter.py, proposer.py, speculative_config.py", fields="model max_model_len hf_config"),
         Row("ModelConfig.get_total_num_hidden_layers", "speculative_config.py", call=""),
         Row("ModelConfig.get_hidden_size", "speculative_config.py", call=""),
         Row("ModelConfig.get_vocab_size", "speculative_config.py", call=""),
-        Row("ModelConfig", "plugin.py", members="architectures"),
-        Row("ModelConfig", "refusals.py, length_setup.py", members="is_hybrid has_inner_state"),
+        Row("ModelConfig", "runners.py", members="architectures"),
+        Row("ModelConfig", "refusals.py, step_lengths.py", members="is_hybrid has_inner_state"),
     ),
     "vllm.config.parallel": (
-        Row("ParallelConfig", "proposer.py, length_setup.py", fields="data_parallel_size tensor_parallel_size"),
+        Row(
+            "ParallelConfig",
+            "proposer.py, length_setup.py",
+            fields="data_parallel_size data_parallel_index tensor_parallel_size",
+        ),
     ),
     "vllm.config.speculative": (
         Row(
             "SpeculativeConfig",
             "plugin.py, speculative_config.py",
             fields="method model revision num_speculative_tokens draft_model_config disable_eagle_block_drop",
+        ),
+        Row(
+            "SpeculativeConfig",
+            "step_lengths.py",
+            fields="enable_adaptive_verification num_speculative_tokens_per_batch_size",
+        ),
+        Row(
+            "SpeculativeConfig.uses_dynamic_speculative_decoding",
+            "step_lengths.py",
+            call="",
+            contains="self.num_speculative_tokens_per_batch_size is not None",
         ),
         Row(
             "SpeculativeConfig.use_eagle_block_drop",
@@ -50,6 +66,19 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
             "parity/answers.py",
             fields="model_config scheduler_config speculative_config",
             members="use_v2_model_runner",
+        ),
+        Row("VllmConfig", "step_lengths.py", fields="device_config model_config scheduler_config speculative_config"),
+        # Called while the config is made, when it is known which runner it is for, and before capture sizes are set.
+        Row(
+            "VllmConfig._maybe_override_dynamic_sd_cudagraph_mode",
+            "plugin.py",
+            signature="",
+            contains="speculative_config.uses_dynamic_speculative_decoding(); self.use_v2_model_runner",
+        ),
+        Row(
+            "VllmConfig.__post_init__",
+            "plugin.py",
+            contains="self._maybe_override_dynamic_sd_cudagraph_mode(); self._set_cudagraph_sizes()",
         ),
         # Cache slots for the anchor and K masks.
         Row(
@@ -120,7 +149,7 @@ FRONT_END: dict[str, tuple[Row, ...]] = {
     "vllm.logger": (
         Row(
             "init_logger",
-            "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py, proposer.py",
+            "plugin.py, drafter.py, fused.py, length_setup.py, speculative_config.py, step_lengths.py, proposer.py",
             call="name",
         ),
     ),

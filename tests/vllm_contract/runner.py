@@ -1,4 +1,4 @@
-"""What we use of vLLM inside the engine: scheduler, runners, proposers, their attention metadata."""
+"""What we use of vLLM inside the engine: the V1 runner, proposers, their attention metadata."""
 
 from __future__ import annotations
 
@@ -40,35 +40,16 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     ),
     "vllm.v1.attention.backends.utils": (Row("PAD_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
     "vllm.v1.kv_cache_interface": (Row("KVCacheGroupSpec", "kv_groups.py", fields="layer_names kv_cache_spec"),),
-    "vllm.v1.core.sched.output": (
-        Row(
-            "SchedulerOutput",
-            "plugin.py",
-            fields="num_scheduled_tokens scheduled_spec_decode_tokens total_num_scheduled_tokens",
-        ),
-    ),
-    "vllm.v1.core.sched.scheduler": (
-        Row("Scheduler.__init__", "plugin.py", sets="dynamic_sd_lookup num_spec_tokens scheduler_config vllm_config"),
-        Row("Scheduler.schedule", "plugin.py", contains="self.dynamic_sd_lookup is None"),
-        # The warning that our own message declares void.
-        Row(
-            "Scheduler.__init__",
-            "speculative_config.py",
-            contains=(
-                "'EAGLE trailing prefix-cache block dropping is disabled. This is experimental and "
-                "may affect speculative-token acceptance rates.'"
-            ),
-        ),
-    ),
     "vllm.v1.outputs": (
         Row("SamplerOutput", "verification.py", fields="sampled_token_ids logprobs_tensors"),
         Row("LogprobsTensors", "verification.py"),
+        Row("ModelRunnerOutput", "step_lengths.py", fields="req_id_to_index sampled_token_ids"),
     ),
     "vllm.v1.sample.logits_processor": (
         Row("LogitsProcessors", "verification.py"),
         Row(
             "build_logitsprocs",
-            "plugin.py",
+            "runners.py",
             signature="vllm_config device is_pin_memory is_pooling_model custom_logitsprocs",
             contains="ctor(vllm_config, device, is_pin_memory)",
         ),
@@ -144,17 +125,36 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             signature="logits sampling_metadata metadata",
         ),
     ),
+    "vllm.v1.sample.thinking_budget_state": (
+        Row(
+            "ThinkingBudgetStateHolder.__init__",
+            "thinking_budgets.py",
+            call="reasoning_config max_num_seqs num_spec_tokens device * is_pin_memory",
+            sets="_state think_end_token_ids",
+        ),
+        Row(
+            "ThinkingBudgetStateHolder.update_state",
+            "thinking_budgets.py",
+            signature="output_token_ids spec_token_ids repeat_indices",
+        ),
+        Row(
+            "ThinkingBudgetStateHolder.apply_to_logits",
+            "thinking_budgets.py",
+            signature="logits predict_bonus_token spec_token_ids",
+        ),
+        Row("ThinkingBudgetStateHolder._update_think_state", "thinking_budgets.py", signature="state"),
+    ),
     "vllm.v1.spec_decode.dflash": (
         Row(
             "DFlashProposer",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             bases="SpecDecodeBaseProposer",
             members="dflash_config",
             lacks="__new__ load_model propose",
         ),
         Row(
             "DFlashProposer.__init__",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             signature="vllm_config device runner",
             sets="arange dflash_causal positions",
         ),
@@ -172,7 +172,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "vllm.v1.spec_decode.llm_base_proposer": (
-        Row("SpecDecodeBaseProposer", "plugin.py", lacks="__new__"),
+        Row("SpecDecodeBaseProposer", "runners.py", lacks="__new__"),
         Row(
             "SpecDecodeBaseProposer.__init__",
             "proposer.py",
@@ -205,38 +205,33 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.worker.cpu_model_runner": (
         Row(
             "CPUModelRunner",
-            "plugin.py, cpu_backend.py",
+            "runners.py, cpu_backend.py",
             lacks="_input_fits_in_drafter execute_model sample_tokens",
             bases="GPUModelRunner",
         ),
     ),
     "vllm.v1.worker.cpu_worker": (
-        Row("CPUWorker.compile_or_warm_up_model", "plugin.py", signature=""),
-        Row("CPUWorker", "plugin.py", bases="Worker", lacks="load_model"),
+        Row("CPUWorker.compile_or_warm_up_model", "runners.py", signature=""),
+        Row("CPUWorker", "runners.py", bases="Worker", lacks="load_model"),
         Row(
             "CPUWorker.init_device",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             contains="self.use_v2_model_runner; CPUModelRunner(self.vllm_config, torch.device('cpu'))",
         ),
     ),
-    "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
-        # The V2 runner's speculator drives our drafter.
-        Row(
-            "DFlashSpeculator._precompute_context_kv",
-            "drafter.py",
-            contains="self.model.precompute_and_store_context_kv(_, _, _)",
-        ),
-    ),
     "vllm.v1.worker.gpu_worker": (
-        Row("Worker.compile_or_warm_up_model", "plugin.py", signature=""),
-        Row("Worker.load_model", "plugin.py"),
+        Row("Worker.compile_or_warm_up_model", "runners.py", signature=""),
+        Row("Worker.load_model", "runners.py"),
     ),
-    "vllm.v1.worker.gpu_input_batch": (Row("InputBatch", "proposer.py", members="req_ids"),),
+    "vllm.v1.worker.gpu_input_batch": (
+        Row("InputBatch", "proposer.py", members="req_ids"),
+        Row("InputBatch.__init__", "proposer.py", sets="thinking_budget_state_holder"),
+    ),
     "vllm.v1.worker.gpu_model_runner": (
-        Row("DFlashProposer", "plugin.py"),
+        Row("DFlashProposer", "runners.py"),
         Row(
             "GPUModelRunner.__init__",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             sets="effective_drafter_max_model_len max_num_reqs max_num_tokens requests use_async_scheduling",
             contains=(
                 "self.drafter = DFlashProposer(self.vllm_config, self.device, self); "
@@ -244,8 +239,8 @@ RUNNER: dict[str, tuple[Row, ...]] = {
                 "self.input_batch = InputBatch(...)"
             ),
         ),
-        Row("GPUModelRunner._input_fits_in_drafter", "plugin.py", signature="common_attn_metadata"),
-        Row("GPUModelRunner.sample_tokens", "plugin.py", contains="self._input_fits_in_drafter(_)"),
+        Row("GPUModelRunner._input_fits_in_drafter", "runners.py", signature="common_attn_metadata"),
+        Row("GPUModelRunner.sample_tokens", "runners.py", contains="self._input_fits_in_drafter(_)"),
         Row(
             "GPUModelRunner._bookkeeping_sync",
             "cpu_backend.py",
@@ -264,13 +259,13 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "GPUModelRunner._get_spec_decode_draft_probs",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             signature="spec_decode_metadata",
             returns="torch.Tensor | None",
         ),
         Row(
             "GPUModelRunner._sample",
-            "plugin.py, proposer.py",
+            "runners.py, proposer.py",
             contains=(
                 "self._get_spec_decode_draft_probs(spec_decode_metadata); self.rejection_sampler(_, draft_probs, _, _)"
             ),

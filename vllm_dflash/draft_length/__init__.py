@@ -7,6 +7,9 @@
     plan.py         which requests are worth a draft pass, before it is made
     seeded.py       lengths of sampled requests with a seed: their own history decides, nothing else
     controller.py   the three calls of a proposer's step: plan, choose, observe
+    per_step.py     one length for all requests of a step, where the scheduler sets it
+    rung_times.py   by how much steps of one length differ from what the cost model says
+    guess.py        prices before anything is measured
     schedule.py     the same three calls with lengths given in advance
     trace.py        records of all this in a file, for bench/simulate.py
 
@@ -18,8 +21,9 @@ from vllm_dflash.draft_length.controller import DraftLengthController, DraftLeng
 from vllm_dflash.draft_length.cost import CostModel
 from vllm_dflash.draft_length.counters import DraftCounters
 from vllm_dflash.draft_length.decision import DraftDecision, DraftPlan
+from vllm_dflash.draft_length.per_step import DraftRows, StepLengthController, StepLengthSettings, ladder_of
 from vllm_dflash.draft_length.policy import choose_lengths
-from vllm_dflash.draft_length.schedule import ScheduledLengths
+from vllm_dflash.draft_length.schedule import ScheduledLengths, ScheduledStepLengths
 from vllm_dflash.draft_length.steps import StepSize, TimedStep
 from vllm_dflash.draft_length.trace import Trace, TraceWriter, read_trace
 
@@ -31,11 +35,16 @@ __all__ = [
     "DraftLengthController",
     "DraftLengthSettings",
     "DraftPlan",
+    "DraftRows",
     "ScheduledLengths",
+    "ScheduledStepLengths",
+    "StepLengthController",
+    "StepLengthSettings",
     "StepSize",
     "TimedStep",
     "Trace",
     "TraceWriter",
     "choose_lengths",
+    "ladder_of",
     "read_trace",
 ]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_dflash.draft_length.guess import guessed_prices, ramp_correlations
 from vllm_dflash.draft_length.nonnegative import nonnegative_least_squares
 from vllm_dflash.draft_length.steps import StepSize, TimedStep
 from vllm_dflash.draft_length.terms import (
@@ -39,11 +40,6 @@ from vllm_dflash.draft_length.terms import (
 
 #: Raised when the terms or their meaning change: a cached file of another version is refused.
 _FORMAT = 1
-
-#: Prices where no profile looked, as parts of the seconds of a plain step with one token.
-_GUESS = {"step": 0.9, "request": 0.01, "speculation": 0.01, "context": 1e-5, "attended": 1e-6, "draft": 0.1}
-_GUESS |= {"draft_context": 1e-6, "stored": 0.005, "stored_row": 5e-4}
-_GUESS_TOKEN, _GUESS_ROW = 0.05, 0.003
 
 #: Pull of a ramp's price towards its neighbour's, against a measurement's relative error of 1.
 _SMOOTHNESS = 0.02
@@ -83,15 +79,21 @@ class CostModel:
         own = np.full(len(NAMES), _OWN_DEVIATION)
         own[[INDEX[name] for name in _OVERHEAD]] = _OVERHEAD_DEVIATION
         own[[INDEX[name] for name in guessed]] = _GUESSED_DEVIATION
-        self._covariance = np.diag(own**2) + (_COMMON_DEVIATION if scale_is_known else 3.0) ** 2
+        self._covariance = np.outer(own, own) * ramp_correlations(guessed)
+        self._covariance += (_COMMON_DEVIATION if scale_is_known else 3.0) ** 2
         self._drift = np.eye(len(NAMES)) * _OWN_DRIFT**2 + _COMMON_DRIFT**2
         self._noise = dict.fromkeys(_PARTS, 0.1)
         self._refresh()
 
     @classmethod
-    def unprofiled(cls, seconds: float = 0.02) -> CostModel:
-        """A guess of usual proportions; the first timed steps set its scale. `seconds`: of a plain step."""
-        return cls(_guessed_prices(seconds), NAMES, scale_is_known=False)
+    def unprofiled(cls, seconds: float = 0.02, is_flat: bool = False) -> CostModel:
+        """A guess of usual proportions; the first timed steps set its scale.
+
+        Args:
+            seconds: of a plain step.
+            is_flat: tokens beyond the first cost little, as on a GPU.
+        """
+        return cls(guessed_prices(seconds, is_flat), NAMES, scale_is_known=False)
 
     @classmethod
     def from_profile(cls, steps: Sequence[TimedStep]) -> CostModel:
@@ -119,7 +121,7 @@ class CostModel:
                 rows.append(kept / measured)
                 seconds.append(measured)
         plain = min((step.size.num_tokens, step.seconds) for step in steps if not step.size.num_drafting)[1]
-        matrix, guess = np.array(rows), _guessed_prices(plain)
+        matrix, guess = np.array(rows), guessed_prices(plain)
         # Where terms always went together, the guess says in which proportions.
         pulls = np.concatenate([_GUESS_WEIGHT * np.diag(1 / guess), _smoothness_rows(plain)])
         wanted = np.zeros(len(pulls))
@@ -136,6 +138,29 @@ class CostModel:
     def seconds(self, size: StepSize) -> float:
         """Predicted seconds of a step."""
         return float(features(size) @ self._prices)
+
+    @property
+    def noise(self) -> float:
+        """Deviation of log(seconds) of whole steps from what was predicted."""
+        return self._noise["whole"]
+
+    def compare(self, sizes: Sequence[StepSize], base: int) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted seconds of steps, and how well their ratios are known.
+
+        Args:
+            sizes: A steps.
+            base: index of the one that the others are compared with.
+
+        Returns:
+            [A] seconds, and [A] standard deviations of log(seconds / seconds of the base). What all prices have in
+            common cancels there.
+        """
+        shares = np.array([features(size) for size in sizes]) * self._prices
+        seconds = shares.sum(1)
+        shares /= seconds[:, None]
+        shares -= shares[base].copy()
+        variances = np.einsum("ai,ij,aj->a", shares, self._covariance, shares)
+        return seconds, np.sqrt(np.maximum(variances, 0.0))
 
     def draft_pass_seconds(
         self,
@@ -247,14 +272,6 @@ def _timed_parts(step: TimedStep) -> list[tuple[str, float]]:
     if step.size.context_rows:
         parts.append(("context", step.context_seconds))
     return parts
-
-
-def _guessed_prices(seconds: float) -> np.ndarray:
-    prices = np.empty(len(NAMES))
-    prices[TOKENS], prices[QUERIES], prices[HEADS] = _GUESS_TOKEN, _GUESS_ROW, _GUESS_ROW
-    for name, part in _GUESS.items():
-        prices[INDEX[name]] = part
-    return prices * seconds
 
 
 def _smoothness_rows(seconds: float) -> np.ndarray:

@@ -118,6 +118,14 @@ class RequestMemory:
         moved = self.offsets[slots] + gradient / (_OFFSET_PRECISION + self._information[slots])
         self.offsets[slots] = np.clip(moved, -_MAX_OFFSET, _MAX_OFFSET)
 
+    def mark_drafted(self, slots: np.ndarray, step: int) -> None:
+        """Requests [D] whose blocks were verified, of which nothing is kept but what `learn` made of it."""
+        self._drafted[slots] = step
+
+    def aged_offsets(self, slots: np.ndarray, step: int) -> np.ndarray:
+        """[R] offsets, which return to 0 while a request does not draft."""
+        return self.offsets[slots] * _FADE ** self.unseen_for(slots, step)
+
     def unseen_for(self, slots: np.ndarray, step: int) -> np.ndarray:
         """[R] steps since each request's last block; the step number itself where it had none."""
         return step - self._drafted[slots]

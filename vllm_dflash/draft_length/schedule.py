@@ -1,6 +1,6 @@
 """Lengths that were given in advance: a fixed K, or a schedule that tests force, such as 7, 0, 3, 0, 7.
 
-The same three calls as the controller's, so that a proposer does not tell them apart.
+The same calls as the controllers', so that a proposer or a scheduler does not tell them apart.
 """
 
 from __future__ import annotations
@@ -61,6 +61,36 @@ class ScheduledLengths:
     ) -> None:
         """Counts only."""
         self.counters.add(step, step.seconds, int(verified.sum()), int(accepted.sum()))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nothing is remembered."""
+
+
+class ScheduledStepLengths:
+    """The same for runners whose scheduler sets one length for all requests of a step.
+
+    Args:
+        schedule: one length per step, repeated.
+    """
+
+    def __init__(self, schedule: Sequence[int]) -> None:
+        if not schedule or min(schedule) < 0:
+            raise ValueError(f"a schedule holds at least one length, none negative, but it is {list(schedule)}.")
+        self.schedule = tuple(schedule)
+        self.counters = DraftCounters()
+        self._step = 0
+
+    def choose(self, request_ids: Sequence[str], context_lens: np.ndarray, caps: np.ndarray) -> int:
+        """As StepLengthController.choose."""
+        self._step += 1
+        return self.schedule[(self._step - 1) % len(self.schedule)]
+
+    def observe(
+        self, request_ids: Sequence[str], verified: np.ndarray, accepted: np.ndarray, step: TimedStep | None
+    ) -> None:
+        """Counts only."""
+        if step is not None:
+            self.counters.add(step, step.seconds, int(verified.sum()), int(accepted.sum()))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nothing is remembered."""
