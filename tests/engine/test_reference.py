@@ -25,8 +25,12 @@ def load_reference(target_folder: Path, drafter_folder: Path) -> tuple[torch.nn.
 
 
 @torch.inference_mode()
-def compare_drafts(results, target, drafter) -> tuple[int, list[str], list[str]]:
-    """(cycles compared, ties, differences) of served drafts against the reference's."""
+def compare_drafts(results, target, drafter, num_masks: int | None = None) -> tuple[int, list[str], list[str]]:
+    """(cycles compared, ties, differences) of served drafts against the reference's.
+
+    Args:
+        num_masks: of every block; None = as many as tokens were drafted.
+    """
     num_cycles = 0
     ties: list[str] = []
     differences: list[str] = []
@@ -37,7 +41,9 @@ def compare_drafts(results, target, drafter) -> tuple[int, list[str], list[str]]
         drafts = [draft for draft in result.drafts if draft.tokens and draft.anchor_position < len(tokens)]
         num_cycles += len(drafts)
         predicted = [
-            drafter.predict(context[: draft.anchor_position], tokens[draft.anchor_position], len(draft.tokens))
+            drafter.predict(
+                context[: draft.anchor_position], tokens[draft.anchor_position], num_masks or len(draft.tokens)
+            )[: len(draft.tokens)]
             for draft in drafts
         ]
         logits = drafter.logits(torch.cat(predicted))  # one product: the head dominates the reference's time
