@@ -25,7 +25,7 @@ pytest_plugins = ["family_engines"]
 LONG = [list(range(3, 103)) * 2 + list(range(3, 39))]
 MAX_LEN = 256
 #: Seconds after which a rank stops waiting for others and fails. They start at different times on a busy machine.
-PATIENCE = 60
+PATIENCE = 150
 
 
 def free_port() -> str:
