@@ -22,10 +22,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_dflash.draft_length import DraftCounters, DraftDecision, DraftPlan, StepSize, TimedStep, TraceWriter
-
-#: Seconds between two lines in the log, and between two updates of metrics.
-_LOG_EVERY, _COUNT_EVERY = 60.0, 1.0
+from vllm_dflash.draft_length import (
+    CounterReports,
+    DraftCounters,
+    DraftDecision,
+    DraftPlan,
+    StepSize,
+    TimedStep,
+    TraceWriter,
+)
 
 
 class Lengths(Protocol):
@@ -75,12 +80,12 @@ class LengthControl:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lengths, self.learns = lengths, learns
-        self._agree, self.trace, self._log, self._count, self._clock = agree, trace, log, count, clock
+        self._agree, self.trace, self._clock = agree, trace, clock
         self._pending: DraftDecision | None = None  # its drafts are being verified
         self._known: dict[str, int] = {}  # accepted tokens of its requests when they drafted
         self._last_ids: frozenset[str] = frozenset()
         self._last_end = 0.0
-        self._next_line, self._next_count = clock() + _LOG_EVERY, clock()
+        self._reports = CounterReports(clock(), log, count)
 
     def plan(self, batch: StepBatch) -> DraftPlan:
         """Who drafts in this step."""
@@ -126,12 +131,7 @@ class LengthControl:
         lens = dict(zip(batch.request_ids, batch.context_lens.tolist()))
         self._known = {i: lens[i] if i in lens else self._known[i] for i in pending.request_ids}
         self._last_ids, self._last_end = frozenset(batch.request_ids), now
-        if self._count is not None and now >= self._next_count:
-            self._next_count = now + _COUNT_EVERY
-            self._count(self.lengths.counters)
-        if self._log is not None and now >= self._next_line:
-            self._next_line = now + _LOG_EVERY
-            self._log(self.lengths.counters.line())
+        self._reports.report(now, self.lengths.counters)
 
 
 def _due(

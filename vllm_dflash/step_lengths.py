@@ -25,6 +25,7 @@ import numpy as np
 from vllm_dflash import LOGGER
 from vllm_dflash.draft_length import (
     CostModel,
+    CounterReports,
     DraftCounters,
     DraftRows,
     StepLengthController,
@@ -42,8 +43,6 @@ from vllm_dflash.requests import draft_limit
 LADDER = "_vllm_dflash_ladder"
 #: On a scheduler: it cuts drafts of requests that want fewer, because the proposer cannot.
 _LIMITS = "_vllm_dflash_limits"
-#: Seconds between two lines in the log, and between two updates of metrics.
-_LOG_EVERY, _COUNT_EVERY = 60.0, 1.0
 
 
 def why_fixed(vllm_config: Any) -> str | None:
@@ -157,11 +156,11 @@ class StepLengths:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler, self.chooser, self.ladder, self._rows = scheduler, chooser, tuple(ladder), draft_rows
-        self._drafts_behind, self._log, self._count, self._clock = drafts_behind, log, count, clock
+        self._drafts_behind, self._clock = drafts_behind, clock
         self._last_ids: frozenset[str] = frozenset()
         self._last_end = 0.0
         self._last_drafts = (0, 0, 0)  # length, requests and their context tokens of the last draft pass
-        self._next_line, self._next_count = clock() + _LOG_EVERY, clock()
+        self._reports = CounterReports(clock(), log, count)
 
     def __getitem__(self, num_requests: int) -> int:
         """Length of the drafts made at the end of the step that is being scheduled."""
@@ -195,7 +194,7 @@ class StepLengths:
         self.chooser.observe(*_outcomes(scheduler_output, runner_output), step)
         self.chooser.forget(scheduler_output.finished_req_ids)
         self._last_ids, self._last_end, self._last_drafts = frozenset(scheduled), now, drafts
-        self._report(now)
+        self._reports.report(now, self.chooser.counters)
 
     def _size(self, scheduler_output: Any, contexts: dict[str, int], drafts: tuple[int, int, int]) -> StepSize:
         scheduled, num_tokens = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
@@ -212,14 +211,6 @@ class StepLengths:
             draft_context_tokens=draft_context,
             context_rows=num_tokens,
         )
-
-    def _report(self, now: float) -> None:
-        if self._count is not None and now >= self._next_count:
-            self._next_count = now + _COUNT_EVERY
-            self._count(self.chooser.counters)
-        if self._log is not None and now >= self._next_line:
-            self._next_line = now + _LOG_EVERY
-            self._log(self.chooser.counters.line())
 
 
 def _outcomes(scheduler_output: Any, runner_output: Any) -> tuple[list[str], np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ Pure Python and NumPy; imports neither vLLM nor torch, and never reads a clock: 
 from vllm_dflash.draft_length.acceptance import AcceptanceEstimate
 from vllm_dflash.draft_length.controller import DraftLengthController, DraftLengthSettings
 from vllm_dflash.draft_length.cost import CostModel
-from vllm_dflash.draft_length.counters import DraftCounters
+from vllm_dflash.draft_length.counters import CounterReports, DraftCounters
 from vllm_dflash.draft_length.decision import DraftDecision, DraftPlan
 from vllm_dflash.draft_length.per_step import DraftRows, StepLengthController, StepLengthSettings, ladder_of
 from vllm_dflash.draft_length.policy import choose_lengths
@@ -30,6 +30,7 @@ from vllm_dflash.draft_length.trace import Trace, TraceWriter, read_trace
 __all__ = [
     "AcceptanceEstimate",
     "CostModel",
+    "CounterReports",
     "DraftCounters",
     "DraftDecision",
     "DraftLengthController",

@@ -296,13 +296,7 @@ class DraftLengthController:
         verified = np.concatenate([verified for _, verified, _ in self._outcomes])
         accepted = np.concatenate([accepted for _, _, accepted in self._outcomes])
         self._outcomes.clear()
-        kept = (verified > 0) & (slots >= 0)
-        if not kept.any():
-            return
-        slots = slots[kept]
-        moved = self.acceptance.observe(confidences[kept], self._memory.offsets[slots], verified[kept], accepted[kept])
-        of_request, place = np.unique(slots, return_inverse=True)
-        self._memory.learn(of_request, *(np.bincount(place, weights=values) for values in moved))
+        self._memory.learn_outcomes(self.acceptance, slots, confidences, verified, accepted)
 
     def _follow_seeds(self, decision: DraftDecision, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Lengths of seeded requests follow their own outcomes at once, or their text would depend on neighbours."""

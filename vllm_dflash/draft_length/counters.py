@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_dflash.draft_length.steps import TimedStep
+
+#: Seconds between two lines in the log, and between two updates of metrics.
+_LOG_EVERY, _COUNT_EVERY = 60.0, 1.0
 
 
 @dataclass
@@ -53,3 +57,31 @@ class DraftCounters:
             f" ({self.seconds_off:.1f} of {self.seconds:.1f} s); predicted time {self.predicted_over_measured:.2f} of"
             " measured"
         )
+
+
+class CounterReports:
+    """Says now and then what was counted.
+
+    Args:
+        now: seconds by any clock.
+        log: gets a line.
+        count: gets the counters.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        log: Callable[[str], None] | None = None,
+        count: Callable[[DraftCounters], None] | None = None,
+    ) -> None:
+        self._log, self._count = log, count
+        self._next_line, self._next_count = now + _LOG_EVERY, now
+
+    def report(self, now: float, counters: DraftCounters) -> None:
+        """After a step; does nothing most of the time."""
+        if self._count is not None and now >= self._next_count:
+            self._next_count = now + _COUNT_EVERY
+            self._count(counters)
+        if self._log is not None and now >= self._next_line:
+            self._next_line = now + _LOG_EVERY
+            self._log(counters.line())

@@ -118,6 +118,24 @@ class RequestMemory:
         moved = self.offsets[slots] + gradient / (_OFFSET_PRECISION + self._information[slots])
         self.offsets[slots] = np.clip(moved, -_MAX_OFFSET, _MAX_OFFSET)
 
+    def learn_outcomes(
+        self,
+        acceptance: AcceptanceEstimate,
+        slots: np.ndarray,  # [D] -1 where a request is not remembered; one may stand there several times
+        confidences: np.ndarray,  # [D, P]
+        verified: np.ndarray,  # [D]
+        accepted: np.ndarray,  # [D]
+    ) -> np.ndarray:
+        """Have the estimate and the offsets learn from verified drafts; the slots that this was about, each once."""
+        kept = (verified > 0) & (slots >= 0)
+        slots = slots[kept]
+        if not len(slots):
+            return slots
+        moved = acceptance.observe(confidences[kept], self.offsets[slots], verified[kept], accepted[kept])
+        of_request, place = np.unique(slots, return_inverse=True)
+        self.learn(of_request, *(np.bincount(place, weights=values) for values in moved))
+        return of_request
+
     def mark_drafted(self, slots: np.ndarray, step: int) -> None:
         """Requests [D] whose blocks were verified, of which nothing is kept but what `learn` made of it."""
         self._drafted[slots] = step

@@ -284,12 +284,6 @@ class StepLengthController:
         verified = np.concatenate([verified for _, verified, _ in self._outcomes])
         accepted = np.concatenate([accepted for _, _, accepted in self._outcomes])
         self._outcomes.clear()
-        kept = (verified > 0) & (slots >= 0)
-        if not kept.any():
-            return
-        slots, verified, accepted = slots[kept], verified[kept], accepted[kept]
         confidences = np.tile(self._confidences, (len(slots), 1))
-        moved = self.acceptance.observe(confidences, self._memory.offsets[slots], verified, accepted)
-        of_request, place = np.unique(slots, return_inverse=True)
-        self._memory.learn(of_request, *(np.bincount(place, weights=values) for values in moved))
-        self._memory.mark_drafted(of_request, self._step)
+        learnt = self._memory.learn_outcomes(self.acceptance, slots, confidences, verified, accepted)
+        self._memory.mark_drafted(learnt, self._step)

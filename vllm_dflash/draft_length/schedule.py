@@ -14,11 +14,11 @@ from vllm_dflash.draft_length.decision import DraftDecision, DraftPlan
 from vllm_dflash.draft_length.steps import TimedStep
 
 
-class ScheduledLengths:
-    """Every request verifies as many tokens as the schedule says for this step, or as its cap allows.
+class _Schedule:
+    """One length per step, over and over.
 
-    Args:
-        schedule: one length per step, repeated; a single one is a fixed K.
+    Raises:
+        ValueError: there is none, or a negative one.
     """
 
     def __init__(self, schedule: Sequence[int]) -> None:
@@ -28,6 +28,21 @@ class ScheduledLengths:
         self.counters = DraftCounters()
         self._step = 0
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nothing is remembered."""
+
+    def _next(self) -> int:
+        self._step += 1
+        return self.schedule[(self._step - 1) % len(self.schedule)]
+
+
+class ScheduledLengths(_Schedule):
+    """Every request verifies as many tokens as the schedule says for this step, or as its cap allows.
+
+    Args:
+        schedule: one length per step, repeated; a single one is a fixed K.
+    """
+
     def plan(
         self,
         request_ids: Sequence[str],
@@ -36,9 +51,7 @@ class ScheduledLengths:
         is_seeded: np.ndarray | None = None,  # not looked at: the schedule depends on nothing
     ) -> DraftPlan:
         """As DraftLengthController.plan."""
-        length = self.schedule[self._step % len(self.schedule)]
-        self._step += 1
-        lengths = np.minimum(caps, length)
+        lengths = np.minimum(caps, self._next())
         drafting = np.flatnonzero(lengths > 0)
         return DraftPlan(
             drafting=drafting,
@@ -62,28 +75,17 @@ class ScheduledLengths:
         """Counts only."""
         self.counters.add(step, step.seconds, int(verified.sum()), int(accepted.sum()))
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Nothing is remembered."""
 
-
-class ScheduledStepLengths:
+class ScheduledStepLengths(_Schedule):
     """The same for runners whose scheduler sets one length for all requests of a step.
 
     Args:
         schedule: one length per step, repeated.
     """
 
-    def __init__(self, schedule: Sequence[int]) -> None:
-        if not schedule or min(schedule) < 0:
-            raise ValueError(f"a schedule holds at least one length, none negative, but it is {list(schedule)}.")
-        self.schedule = tuple(schedule)
-        self.counters = DraftCounters()
-        self._step = 0
-
     def choose(self, request_ids: Sequence[str], context_lens: np.ndarray, caps: np.ndarray) -> int:
         """As StepLengthController.choose."""
-        self._step += 1
-        return self.schedule[(self._step - 1) % len(self.schedule)]
+        return self._next()
 
     def observe(
         self, request_ids: Sequence[str], verified: np.ndarray, accepted: np.ndarray, step: TimedStep | None
@@ -91,6 +93,3 @@ class ScheduledStepLengths:
         """Counts only."""
         if step is not None:
             self.counters.add(step, step.seconds, int(verified.sum()), int(accepted.sum()))
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Nothing is remembered."""
