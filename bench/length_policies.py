@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from step_costs import StepCosts, profile, timed
 
-from vllm_dflash.draft_length import CostModel, DraftDecision, DraftLengthController, choose_lengths
+from vllm_dflash.draft_length import BACKLOG_ROWS, CostModel, DraftDecision, DraftLengthController, choose_lengths
 
 NOISE, PAUSE_SHARE, PAUSE = 0.03, 0.005, 5.0  # of measured times
 Decided = tuple[np.ndarray, int, np.ndarray]  # requests that draft [D], head positions, lengths [R]
@@ -95,7 +95,8 @@ class Oracle:
         counts = n + np.arange(len(drafting) * num_positions + 1)
         # Contexts of the requests are nearly the same here, so their mean stands for each.
         context = float(context_lens.sum())
-        seconds = costs.target(counts, n, context, counts * context / n) + costs.context(counts)
+        seconds = costs.target(counts, n, context, counts * context / n)
+        seconds = seconds + costs.context(counts) * (1.0 if len(drafting) else min(n / BACKLOG_ROWS, 1.0))
         contexts = float(context_lens[drafting].sum())
         lengths, positions = np.zeros(n, dtype=np.int64), 0
         if len(drafting):

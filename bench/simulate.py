@@ -7,7 +7,7 @@
 
 R requests are always running; one that ends is replaced. Compared, by expected tokens per second:
 
-plain     no drafts and no draft pass. Context K/V are written, as for "ours".
+plain     vLLM without a drafter: no drafts, no draft pass, no context K/V.
 fixed K   every request drafts and verifies K tokens in every step. From one acceptance curve for all cells; scaled by
           what the best K of the cell gains on the cell's own text.
 table     vLLM's table from batch size to K (`num_speculative_tokens_per_batch_size`), the best there is: for every
@@ -18,8 +18,8 @@ oracle    knows the true costs; before the draft pass the text's true difficulty
           it takes the requests (best 0, 1/8, ..., 8/8 of them by expected acceptance), then the lengths, with the most
           expected tokens per second of the step.
 ours      the served controller: costs from a noisy profile, corrected from noisy times with pauses (1 step in 200 takes
-          five times as long); acceptance from miscalibrated confidences, learnt from outcomes. The first steps, in
-          which it learns, are counted for nobody.
+          five times as long); acceptance from miscalibrated confidences, learnt from outcomes. Context K/V of plain
+          steps wait as they do in serving. The first steps, in which it learns, are counted for nobody.
 
 With a trace, "oracle" knows outcomes and is a bound that nothing reaches. What is synthetic is said in the output.
 """
@@ -27,6 +27,7 @@ With a trace, "oracle" knows outcomes and is a bound that nothing reaches. What 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ from rich.console import Console
 from simulation_report import summarise, table_of, write
 from step_costs import ARCHITECTURES, MACHINES, Roofline, StepCosts, cpu_stand_in, measured_costs, step_size, timed
 
-from vllm_dflash.draft_length import read_trace
+from vllm_dflash.draft_length import BACKLOG_ROWS, read_trace
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROCESSES = {"qwen3": QWEN3, "smollm2": SMOLLM2, "hopeless": HOPELESS}
@@ -139,9 +140,9 @@ def fixed_rate(cell: Cell, length: int, context: float, curve: np.ndarray) -> fl
     """Tokens per second where every request always verifies `length` tokens."""
     n, costs = cell.concurrency, cell.costs
     tokens = n * (1 + length)
-    seconds = costs.target(tokens, n, n * context, tokens * context) + costs.context(tokens)
+    seconds = costs.target(tokens, n, n * context, tokens * context)
     if length:
-        seconds = seconds + costs.draft(n, length, cell.block_size(length), n * context)
+        seconds = seconds + costs.context(tokens) + costs.draft(n, length, cell.block_size(length), n * context)
     return float(n * (1 + curve[length]) / seconds)
 
 
@@ -149,12 +150,16 @@ def simulate(cell: Cell, text: Any, policy: Any, steps: int) -> dict[str, float]
     """Expected tokens per second, tokens per step and request, and share of steps without a draft pass."""
     warm_up = max(steps // 4, 50)
     tokens = seconds = off = 0.0
+    waiting = 0  # context rows
     for step in range(warm_up + steps):
         probabilities, confidences = text.blocks()
         context_lens = cell.context + text.offset
         drafting, num_positions, lengths = policy.decide(text, context_lens, probabilities, confidences)
         block_size = cell.block_size(num_positions)
         size = step_size(cell.concurrency, lengths, context_lens, drafting, num_positions, block_size)
+        can_wait = not size.num_drafting and not size.num_verified and waiting + cell.concurrency <= BACKLOG_ROWS
+        size = dataclasses.replace(size, context_rows=0 if can_wait else waiting + size.context_rows)
+        waiting = waiting + cell.concurrency if can_wait else 0
         accepted = np.minimum(text.runs(probabilities), lengths)
         if step >= warm_up:
             survival = np.cumprod(probabilities, 1)

@@ -256,5 +256,6 @@ def timed(costs: StepCosts, size: StepSize, log_error: np.ndarray) -> TimedStep:
     num_positions, block_size = (rows // max(size.num_drafting, 1) for rows in (size.head_rows, size.query_rows))
     target = costs.target(size.num_tokens, size.num_requests, size.context_tokens, size.attended_tokens)
     draft = costs.draft(size.num_drafting, num_positions, block_size, size.draft_context_tokens)
-    parts = np.array([float(target), float(draft), float(costs.context(size.context_rows))]) * np.exp(log_error)
+    context = costs.context(size.context_rows) if size.context_rows else 0.0
+    parts = np.array([float(target), float(draft), float(context)]) * np.exp(log_error)
     return TimedStep(size, float(parts.sum()), float(parts[1]), float(parts[2]))

@@ -102,6 +102,7 @@ class LengthControl:
         decision: DraftDecision,
         *,
         query_rows: int,
+        context_rows: int,
         context_seconds: float,
         draft_seconds: float,
         alive: Collection[str],
@@ -110,6 +111,7 @@ class LengthControl:
 
         Args:
             query_rows: rows of its draft pass.
+            context_rows: rows whose context K/V it wrote, those of earlier steps included.
             alive: requests that vLLM still knows; others are forgotten.
         """
         now = self._clock()
@@ -117,7 +119,7 @@ class LengthControl:
         if self._last_ids.intersection(batch.request_ids):
             verified, accepted = _outcome(due, self._known, batch)
             step = TimedStep(
-                _size(batch, plan, query_rows, int(verified.sum())),
+                _size(batch, plan, query_rows, context_rows, int(verified.sum())),
                 seconds=now - self._last_end,
                 draft_seconds=draft_seconds,
                 context_seconds=context_seconds,
@@ -166,7 +168,7 @@ def _outcome(due: DraftDecision | None, known: dict[str, int], batch: StepBatch)
     return verified, np.maximum(verified - np.where(is_verified, rejected, 0), 0)
 
 
-def _size(batch: StepBatch, plan: DraftPlan, query_rows: int, num_verified: int) -> StepSize:
+def _size(batch: StepBatch, plan: DraftPlan, query_rows: int, context_rows: int, num_verified: int) -> StepSize:
     drafting = plan.drafting
     return StepSize(
         num_requests=len(batch.request_ids),
@@ -178,5 +180,5 @@ def _size(batch: StepBatch, plan: DraftPlan, query_rows: int, num_verified: int)
         query_rows=query_rows,
         head_rows=len(drafting) * plan.num_positions,
         draft_context_tokens=int(batch.context_lens[drafting].sum()),
-        context_rows=int((batch.num_rows - batch.num_rejected).sum()),
+        context_rows=context_rows,
     )

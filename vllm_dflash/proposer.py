@@ -20,6 +20,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from vllm_dflash import LOGGER, cpu_backend
+from vllm_dflash.context_backlog import ContextBacklog, ContextRows
 from vllm_dflash.draft_length import DraftPlan
 from vllm_dflash.drafter import Drafter
 from vllm_dflash.length_control import LengthControl, StepBatch
@@ -43,6 +44,7 @@ class DraftProposer(DFlashProposer):
         self.runner = runner
         self.mask_token_id = self.parallel_drafting_token_id
         self.lengths: LengthControl = fixed_lengths(self.num_speculative_tokens)
+        self.backlog = ContextBacklog(page_size=1)  # every row completes a page, so none waits
         self.sampling = SamplingControl(self, draws=self._enable_probabilistic_draft_probs)
         if device.type == "cpu":
             cpu_backend.correct()
@@ -60,6 +62,7 @@ class DraftProposer(DFlashProposer):
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
         logger.info("%s", drafter_memory(self).line())
         self.lengths = make_control(self)
+        self.backlog = ContextBacklog(self.block_size)
         batch = self.runner.input_batch
         if batch.thinking_budget_state_holder is not None:
             batch.thinking_budget_state_holder = ThinkingBudgets(self.vllm_config, self.device)
@@ -79,7 +82,7 @@ class DraftProposer(DFlashProposer):
         num_rejected_tokens_gpu: torch.Tensor | None = None,
         slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
-        """Write context K/V of the target's new rows and draft a block for each request that can use one.
+        """Write context K/V of the target's rows and draft a block for each request that can use one.
 
         Args (T rows of the target pass, R requests; the others are vLLM's and not needed here):
             num_speculative_tokens: K of this step; 0 only writes context K/V.
@@ -108,7 +111,7 @@ class DraftProposer(DFlashProposer):
             num_query_per_req=1 + self.num_masks(plan),
             max_position=self.max_draft_position,
         )
-        self.store_context(target_hidden_states, rows)
+        context_rows = self.store_context(target_hidden_states, rows, batch, is_drafting=len(plan.drafting) > 0)
         stored = time.perf_counter()
         hidden = self.run_queries(rows, plan.drafting, common_attn_metadata, num_rejected_tokens_gpu)
         tokens, confidences = self.sample(hidden, rows, plan, batch)
@@ -118,6 +121,7 @@ class DraftProposer(DFlashProposer):
             plan,
             decision,
             query_rows=len(rows.query_ids),
+            context_rows=context_rows,
             context_seconds=stored - started,
             draft_seconds=time.perf_counter() - stored,
             alive=self.runner.requests,
@@ -170,15 +174,23 @@ class DraftProposer(DFlashProposer):
             is_seeded=np.array([p is not None and p.seed is not None and p.temperature > 0 for p in parameters]),
         )
 
-    def store_context(self, target_hidden_states: torch.Tensor, rows: DraftRows) -> None:
-        """Fuse features and write their K/V; on a CPU rows without a slot are not even computed."""
-        positions, slots = rows.context_positions, rows.context_slots
-        if slots.is_cpu:
+    def store_context(
+        self, target_hidden_states: torch.Tensor, rows: DraftRows, batch: StepBatch, is_drafting: bool
+    ) -> int:
+        """Fuse features and write their K/V, or leave both to a later step; returns how many rows were written."""
+        due = self.backlog.rows_due(
+            ContextRows(target_hidden_states, rows.context_positions, rows.context_slots), batch, is_drafting
+        )
+        if due is None:
+            return 0
+        features, positions, slots = due
+        if slots.is_cpu:  # there rows without a slot are not even computed
             kept = torch.from_numpy(np.flatnonzero(slots.numpy() != PAD_SLOT_ID))
             if len(kept) < len(slots):
-                target_hidden_states, positions, slots = target_hidden_states[kept], positions[kept], slots[kept]
+                features, positions, slots = features[kept], positions[kept], slots[kept]
         if len(slots):  # none where all requests are beyond the drafter's last position
-            self.model.store_context(target_hidden_states, positions, slots)
+            self.model.store_context(features, positions, slots)
+        return len(slots)
 
     def run_queries(
         self,

@@ -58,7 +58,9 @@ class Verifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Accept or reject; see vLLM's method for shapes."""
+        """Accept or reject; see vLLM's method for shapes. A step without any drafts is the plain sampler's."""
+        if metadata.max_spec_len == 0:
+            return self.sampler(logits, sampling_metadata, predict_bonus_token=True)
         wanted = sampling_metadata.logprob_token_ids
         # vLLM's would put the few values of these tokens where it expects whole rows of the vocabulary.
         without = dataclasses.replace(sampling_metadata, logprob_token_ids=None) if wanted else sampling_metadata

@@ -73,6 +73,15 @@ def test_shorter_drafts_are_the_beginning_of_the_block(served, scheduled, tiny_t
             assert draft.tokens == expected[: len(draft.tokens)]
 
 
+def test_drafts_behind_many_plain_steps_are_made_from_the_whole_context(served, scheduled, tiny_target, tiny_drafter):
+    """Context K/V of plain steps wait and are written together; requests come and go meanwhile."""
+    scheduled(served, [0] * 19 + [K]).generate(PROMPTS, max_tokens=5)  # these end with rows that wait
+    results = served.generate([[*prompt, 6] for prompt in PROMPTS], max_tokens=60)
+    num_cycles, _, differences = compare_drafts(results, *load_reference(tiny_target, tiny_drafter), num_masks=K)
+    assert num_cycles > len(PROMPTS)
+    assert differences == []
+
+
 def test_sampled_text_has_the_plain_distribution_whatever_the_lengths(dflash, plain_texts, scheduled):  # noqa: F811
     texts, num_accepted = sample(scheduled(dflash, [3, 0, 1, 2, 0, 3]))
     assert num_accepted > 100

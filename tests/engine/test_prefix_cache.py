@@ -38,3 +38,14 @@ def test_shared_prefix_with_a_new_end_is_drafted_from_the_same_context(engine, t
     [result] = dflash.generate([[*prefix, 17, 23, 31]], max_tokens=48)
     assert result.num_cached_tokens == 96
     assert compare_drafts([result], *load_reference(tiny_target, tiny_drafter))[2] == []
+
+
+def test_a_page_filled_by_plain_steps_is_shared_with_its_context(engine, tiny_target, tiny_drafter):
+    from test_reference import compare_drafts, load_reference
+
+    dflash = engine(tiny_target, drafter=tiny_drafter, num_drafted=4, max_model_len=1024, block_size=32)
+    prompt = [(7 * i) % 120 + 4 for i in range(50)]
+    [first] = dflash.generate([prompt], max_tokens=20, extra_args={"dflash": False})
+    [second] = dflash.generate([[*prompt, *first.token_ids, 17]], max_tokens=48)
+    assert second.num_cached_tokens == 64
+    assert compare_drafts([second], *load_reference(tiny_target, tiny_drafter))[2] == []

@@ -24,10 +24,11 @@ from vllm_dflash.draft_length.decision import DraftDecision, DraftPlan
 from vllm_dflash.draft_length.per_step import DraftRows, StepLengthController, StepLengthSettings, ladder_of
 from vllm_dflash.draft_length.policy import choose_lengths
 from vllm_dflash.draft_length.schedule import ScheduledLengths, ScheduledStepLengths
-from vllm_dflash.draft_length.steps import StepSize, TimedStep
+from vllm_dflash.draft_length.steps import BACKLOG_ROWS, StepSize, TimedStep
 from vllm_dflash.draft_length.trace import Trace, TraceWriter, read_trace
 
 __all__ = [
+    "BACKLOG_ROWS",
     "AcceptanceEstimate",
     "CostModel",
     "CounterReports",

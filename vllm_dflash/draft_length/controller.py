@@ -273,6 +273,7 @@ class DraftLengthController:
         fixed_survival = float(survival[plan.fixed].sum())
         survival[plan.fixed] = 0
         constant = cost.one_token_seconds(num_requests, float(plan.context_lens.sum()))
+        constant += cost.storing_seconds(num_requests, is_plain=False)
         constant += float(row_prices[plan.fixed] @ plan.caps[plan.fixed])
         constant += float(
             cost.draft_pass_seconds(

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_dflash.draft_length.guess import guessed_prices, ramp_correlations
 from vllm_dflash.draft_length.nonnegative import nonnegative_least_squares
-from vllm_dflash.draft_length.steps import StepSize, TimedStep
+from vllm_dflash.draft_length.steps import BACKLOG_ROWS, StepSize, TimedStep
 from vllm_dflash.draft_length.terms import (
     CONTEXT_PART,
     DRAFT_PART,
@@ -178,10 +178,14 @@ class CostModel:
         return np.where(num_drafting > 0, seconds, 0.0)
 
     def one_token_seconds(self, num_requests: int, context_tokens: float) -> float:
-        """Seconds of a plain step, context K/V included, less `token_seconds` of its rows."""
+        """Seconds of a plain step, less `token_seconds` of its rows and `storing_seconds` of their context K/V."""
         seconds = self.price("step") + self.price("request") * num_requests
-        seconds += (self.price("context") + self.price("attended")) * context_tokens
-        return seconds + self.price("stored") + self.price("stored_row") * num_requests
+        return seconds + (self.price("context") + self.price("attended")) * context_tokens
+
+    def storing_seconds(self, num_requests: int, is_plain: bool) -> float:
+        """Seconds of writing context K/V of one row per request; plain steps share a pass among several of them."""
+        passes = min(num_requests / BACKLOG_ROWS, 1.0) if is_plain else 1.0
+        return self.price("stored") * passes + self.price("stored_row") * num_requests
 
     def token_seconds(self, counts: np.ndarray) -> np.ndarray:
         """Seconds that tokens beyond the first add to a target pass, context aside; counts need not be whole."""

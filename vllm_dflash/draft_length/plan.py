@@ -45,6 +45,8 @@ def best_draft_pass(
     num_requests, num_samples, num_positions = survival.shape
     constant = cost.one_token_seconds(num_requests, float(context_lens.sum()))
     plain_seconds = constant + float(cost.token_seconds(np.array(num_requests)))
+    plain_seconds += cost.storing_seconds(num_requests, is_plain=True)
+    constant += cost.storing_seconds(num_requests, is_plain=False)
     plain_rate = num_requests / plain_seconds
     row_prices = cost.price("attended") * context_lens + cost.price("stored_row")
     best = Prospect(np.empty(0, dtype=np.int64), 0, plain_rate, plain_rate)

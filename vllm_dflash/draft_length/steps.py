@@ -7,7 +7,10 @@ of the requests. Its drafted tokens come from the draft pass of the step before.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Final
+
+#: Context rows of plain steps that may wait, and are then written at once: about as dear as one.
+BACKLOG_ROWS: Final = 32
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class StepSize:
     query_rows: int = 0  # D * draft_block_size
     head_rows: int = 0  # D * P, rows that go through the drafter's LM head
     draft_context_tokens: int = 0  # context_tokens of the D requests
-    context_rows: int = 0  # rows whose context K/V are written
+    context_rows: int = 0  # rows whose context K/V are written, those that waited included
 
     def __post_init__(self) -> None:
         if self.num_requests < 1 or self.num_tokens < self.num_requests:
