@@ -19,7 +19,7 @@ demo: setup ## See DFlash at work on a small model
 	.venv/bin/vllm-dflash demo
 
 test: setup ## Run the tests that are quick and need no GPU
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	.venv/bin/python -m pytest -n 2 --dist loadfile --durations 30 -m "not slow and not gpu"
 
 test-slow: setup ## Run the tests that take minutes
 	.venv/bin/python -m pytest -m "slow and not gpu"

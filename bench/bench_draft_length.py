@@ -40,13 +40,27 @@ def main() -> None:
     kinds |= {f"ours, K={k}": Kind(k, draft_length="fixed") for k in options.fixed}
     kinds[AUTO] = Kind(max(options.fixed))
     engines = start_engines(kinds, options)
+    cells = []
     for task, ask in tasks(options.data).items():
         for concurrency in options.concurrency:
             rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c))
             cell = {"task": task, "concurrency": concurrency} | ratios(rates)
             print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
+            cells.append(cell)
             facts = {"rounds": options.rounds, "max_tokens": options.max_tokens, "dtype": options.dtype}
             append_csv("draft_length", [cell | facts | {"drafter": Path(options.drafter).name} | circumstances()])
+    print("\n" + "\n".join(markdown(cells)))
+
+
+def markdown(cells: list[dict[str, Any]]) -> list[str]:
+    """Lines of README's table of cells; rows of the CSV will do too."""
+    names = [name for name in cells[0] if f"{name} range" in cells[0]]
+    header = ["task", "concurrency", *names, "range", "over best fixed K"]
+    values = [
+        [c["task"], c["concurrency"], *(c[name] for name in names), c[f"{AUTO} range"], c["auto over best fixed"]]
+        for c in cells
+    ]
+    return ["| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *values]]
 
 
 def tasks(files: list[str]) -> dict[str, Callable[[int, int], list[str]]]:

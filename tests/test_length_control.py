@@ -43,8 +43,8 @@ def step(control: LengthControl, clock: Clock, seconds: float, this: StepBatch, 
     decision = control.choose(plan, np.full((len(plan.drafting), plan.num_positions), 0.5))
     clock.now += seconds
     control.finish(
-        this, plan, decision, query_rows=4 * len(plan.drafting), context_rows=int((this.num_rows - this.num_rejected).sum()),
-        context_seconds=0.01, draft_seconds=0.02,
+        this, plan, decision, query_rows=4 * len(plan.drafting),
+        context_rows=int((this.num_rows - this.num_rejected).sum()), context_seconds=0.01, draft_seconds=0.02,
         alive=set(this.request_ids if alive is None else alive),
     )  # fmt: skip
 

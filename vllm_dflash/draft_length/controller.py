@@ -7,7 +7,8 @@
         decision = controller.choose(plan, confidences)                  after it: how many to verify
 
 There are two decisions because the draft pass is paid before confidences are known. "Off" is an empty plan: the target
-pass of the next step is then a plain one. Context K/V are written all the same, so that switching back costs nothing.
+pass of the next step is then a plain one. Context K/V are written by the next draft pass at the latest, so that
+switching back costs nothing.
 
 While off, the estimate of acceptance grows old, and while on, so does the price of a plain step. Both are refreshed by
 probes, paid from a small share of the time that has passed.

@@ -70,13 +70,17 @@ def best_draft_pass(
             continue
         threshold = max(float(ordered[count - 1]), 0.0)
         is_kept = (worth >= threshold) & (survival > 0)
-        gained = np.where(is_kept, survival, 0.0).sum((1, 2)) / num_samples  # [R] tokens
-        verified = is_kept.sum((1, 2)) / num_samples  # [R]
         token_price = rate * float(shared_seconds[count] - shared_seconds[0]) / fractions[count]
         surplus = np.where(is_kept, worth - token_price, 0.0)  # [R, M, K]
         gains = surplus.sum((1, 2)) / num_samples - rate * cost.price("draft_context") * context_lens
         order = np.argsort(-np.where(is_possible, gains, -np.inf), kind="stable")[: np.count_nonzero(is_possible)]
-        head_positions = _positions_that_pay(surplus[order], gains[order] > 0, cost, rate, draft_block_size)
+        gaining = order[: max(np.count_nonzero(gains[order] > 0), 1)]
+        head_positions = _positions_that_pay(
+            np.where(is_kept, worth, 0.0)[gaining], is_kept[gaining], num_requests, cost, rate, draft_block_size
+        )
+        is_kept &= np.arange(num_positions) < head_positions
+        gained = np.where(is_kept, survival, 0.0).sum((1, 2)) / num_samples  # [R] tokens
+        verified = is_kept.sum((1, 2)) / num_samples  # [R]
         num_drafting = np.arange(1, len(order) + 1)
         tokens = num_requests + np.cumsum(gained[order])
         num_verified = np.cumsum(verified[order])
@@ -95,19 +99,24 @@ def best_draft_pass(
 
 
 def _positions_that_pay(
-    surplus: np.ndarray,  # [R, M, K] gain of each verified position of each likely block
-    is_gaining: np.ndarray,  # [R]
+    worth: np.ndarray,  # [D, M, K] expected tokens of each position of each likely block, less its own price
+    is_kept: np.ndarray,  # [D, M, K] it would be verified
+    num_requests: int,
     cost: CostModel,
     rate: float,
     draft_block_size: int | None,
 ) -> int:
-    """How many positions bring the batch more than their rows cost, those through the LM head and, where blocks can be
-    shorter, through the layers; at least 1.
+    """How many positions bring the batch more than their rows cost, those through the target, through the LM head and,
+    where blocks can be shorter, through the draft layers; at least 1.
+
+    What a row costs the target depends on how many there are: with experts the first ones are dear, for each calls for
+    experts of its own, and later ones nearly free.
     """
-    num_drafting = max(int(is_gaining.sum()), 1)
-    num_samples, num_positions = surplus.shape[1:]
-    by_position = surplus[:num_drafting].sum((0, 1)) / num_samples  # [K]
+    num_drafting, num_samples, num_positions = worth.shape
     positions = np.arange(num_positions + 1)
-    rows = cost.draft_pass_seconds(np.array(num_drafting), positions, draft_block_size, np.array(0))
-    gain = np.concatenate([[0.0], np.cumsum(by_position)]) - rate * rows
-    return max(int(np.argmax(gain)), 1)
+    gained, verified = np.zeros(num_positions + 1), np.zeros(num_positions + 1)
+    np.cumsum(worth.sum((0, 1)) / num_samples, out=gained[1:])
+    np.cumsum(is_kept.sum((0, 1)) / num_samples, out=verified[1:])
+    seconds = cost.draft_pass_seconds(np.array(num_drafting), positions, draft_block_size, np.array(0))
+    seconds += cost.token_seconds(num_requests + verified)
+    return max(int(np.argmax(gained - rate * seconds)), 1)
