@@ -3,9 +3,9 @@
     python bench/bench_draft_length.py                                     # questions made here
     python bench/bench_draft_length.py --data gsm8k.jsonl mt_bench.jsonl   # rows with 'prompt'; a task per file
 
-All engines are alive at once and answer the same prompts in turn, as in bench_serving.py. Reported is the median over
-rounds of each engine's tokens per second divided by plain vLLM's in the same round, with the range; and for ours by
-the best fixed K of the cell.
+All engines are alive at once and answer the same prompts in turn, as in bench_serving.py; tokens per second are counted
+while all requests of a batch are decoded (decoding.py). Reported is the median over rounds of each engine's, divided by
+plain vLLM's in the same round, with the range; and for ours by the best fixed K of the cell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_serving import Kind, measure, start_engines
+from bench_serving import Answered, Kind, measure, start_engines
+from decoding import as_tokens, decode
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 AUTO = "ours, auto"
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="*", default=[], metavar="JSONL")
     parser.add_argument("--drafter", default=str(DRAFTER))
     parser.add_argument("--fixed", type=int, nargs="+", default=[1, 3, 7], metavar="K")
+    parser.add_argument("--most", type=int, default=7, metavar="K", help="of decided lengths")
     parser.add_argument("--native", type=int, default=7, metavar="K", help="vLLM's default: the whole block")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
@@ -38,22 +40,40 @@ def main() -> None:
 
     kinds = {"plain": Kind(None, enabled=False), "native": Kind(options.native, enabled=False)}
     kinds |= {f"ours, K={k}": Kind(k, draft_length="fixed") for k in options.fixed}
-    kinds[AUTO] = Kind(max(options.fixed))
+    kinds[AUTO] = Kind(options.most)
     engines = start_engines(kinds, options)
     cells = []
     for task, ask in tasks(options.data).items():
         for concurrency in options.concurrency:
-            rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c))
+            rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c), while_decoding)
             cell = {"task": task, "concurrency": concurrency} | ratios(rates)
             print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
             cells.append(cell)
             facts = {"rounds": options.rounds, "max_tokens": options.max_tokens, "dtype": options.dtype}
-            append_csv("draft_length", [cell | facts | {"drafter": Path(options.drafter).name} | circumstances()])
+            facts |= {"drafter": Path(options.drafter).name} | circumstances()
+            append_csv("draft_length", [row | facts for row in rows_of(cell)])
     print("\n" + "\n".join(markdown(cells)))
 
 
+def while_decoding(llm: Any, questions: list[str], max_tokens: int) -> Answered:
+    """For `measure`."""
+    decoded = decode(llm, as_tokens(llm, questions), max_tokens)
+    return Answered(decoded.tokens / decoded.seconds, decoded.texts)
+
+
+def rows_of(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """A cell as rows of the CSV, one per engine."""
+    names = [name for name in cell if f"{name} range" in cell]
+    return [
+        {"task": cell["task"], "concurrency": cell["concurrency"], "engine": name}
+        | {"over_plain": cell[name], "range": cell[f"{name} range"]}
+        | {"over_best_fixed": cell["auto over best fixed"] if name == AUTO else ""}
+        for name in names
+    ]
+
+
 def markdown(cells: list[dict[str, Any]]) -> list[str]:
-    """Lines of README's table of cells; rows of the CSV will do too."""
+    """Lines of README's table."""
     names = [name for name in cells[0] if f"{name} range" in cells[0]]
     header = ["task", "concurrency", *names, "range", "over best fixed K"]
     values = [

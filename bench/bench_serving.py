@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
@@ -80,29 +80,48 @@ def start_engines(kinds: dict[str, Kind], options: argparse.Namespace, **setting
     return {name: start(kind) for name, kind in kinds.items()}
 
 
+class Answered(NamedTuple):
+    """What an engine made of a round's questions."""
+
+    rate: float  # tokens per second
+    texts: list[list[int]]  # tokens of each
+
+
+def answer_as_one_batch(llm: Any, questions: list[str], max_tokens: int) -> Answered:
+    """Tokens per second from the first prompt to the last answer."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    outputs = llm.chat([[{"role": "user", "content": text}] for text in questions], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    return Answered(len(questions) * max_tokens / seconds, [list(output.outputs[0].token_ids) for output in outputs])
+
+
 def measure(
-    engines: dict[str, Any], concurrency: int, options: argparse.Namespace, ask: Callable[[int], list[str]]
+    engines: dict[str, Any],
+    concurrency: int,
+    options: argparse.Namespace,
+    ask: Callable[[int], list[str]],
+    answer: Callable[[Any, list[str], int], Answered] | None = None,
 ) -> dict[str, list[float]]:
     """Tokens per second of each engine in each round; raises if texts differ.
 
     Args:
         ask: the questions of a round, `concurrency` of them.
+        answer: gets an engine, the questions and max_tokens; default `answer_as_one_batch`.
     """
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
+    answer = answer or answer_as_one_batch
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(options.rounds + 1):  # the first one warms up
-        conversations = [[{"role": "user", "content": text}] for text in ask(round_number)]
+        questions = ask(round_number)
         texts = []
         # Reversing every other round keeps a slow drift of the machine from favouring one place in the order.
         for name in list(engines)[:: 1 if round_number % 2 else -1]:
-            started = time.perf_counter()
-            outputs = engines[name].chat(conversations, sampling, use_tqdm=False)
-            seconds = time.perf_counter() - started
-            texts.append([list(output.outputs[0].token_ids) for output in outputs])
+            answered = answer(engines[name], questions, options.max_tokens)
+            texts.append(answered.texts)
             if round_number > 0:
-                rates[name].append(concurrency * options.max_tokens / seconds)
+                rates[name].append(answered.rate)
         if options.dtype == "float32" and any(text != texts[0] for text in texts):
             raise SystemExit(
                 f"texts differ in round {round_number} at concurrency {concurrency}; no speed is reported."

@@ -4,8 +4,8 @@
 
 One engine that always drafts and verifies K tokens is traced at concurrency 1 and 8: its timed steps are the cost
 table, its outcomes the text. Then settings that are not in the trace are simulated from both and measured in the same
-process: other fixed lengths, lengths decided in every step, other concurrencies. Tokens per second are counted while
-whole batches are decoded, as the simulator does: without prompts, and without the end, where a batch thins out.
+process: other fixed lengths, lengths decided in every step, other concurrencies. Tokens per second are counted as the
+simulator does, see decoding.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench_length_extremes import flush_trace
 from bench_serving import Kind, start_engines
+from decoding import as_tokens, decode
 from length_policies import Cell, Fixed, Ours
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 from simulate import simulate
@@ -83,43 +82,13 @@ def decoding_steps(trace: Any) -> list[Any]:
 def tokens_per_second(llm: Any, concurrency: int, options: argparse.Namespace) -> tuple[float, int]:
     """Of all questions in batches of `concurrency`, while whole batches are decoded; and the mean prompt's tokens."""
     tokens, seconds, prompts = 0, 0.0, []
-    for batch in _batches(llm, concurrency, options.questions):
-        count, spent = _decode(llm, batch, options.max_tokens)
-        tokens, seconds = tokens + count, seconds + spent
+    for first in range(0, options.questions - concurrency + 1, concurrency):
+        texts = [question(index // 8, index % 8) for index in range(first, first + concurrency)]
+        batch = as_tokens(llm, texts)
+        decoded = decode(llm, batch, options.max_tokens)
+        tokens, seconds = tokens + decoded.tokens, seconds + decoded.seconds
         prompts += [len(prompt) for prompt in batch]
     return tokens / seconds, round(statistics.mean(prompts))
-
-
-def _batches(llm: Any, concurrency: int, num_questions: int) -> Iterator[list[list[int]]]:
-    template = llm.get_tokenizer().apply_chat_template
-    for first in range(0, num_questions - concurrency + 1, concurrency):
-        texts = [question(index // 8, index % 8) for index in range(first, first + concurrency)]
-        conversations = [[{"role": "user", "content": text}] for text in texts]
-        yield [list(template(one, add_generation_prompt=True, return_dict=False)) for one in conversations]
-
-
-def _decode(llm: Any, prompts: list[list[int]], max_tokens: int) -> tuple[int, float]:
-    """Tokens and seconds from when all requests have a token to when the first one ends."""
-    from vllm import SamplingParams
-
-    engine, label = llm.llm_engine, time.monotonic()
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for index, prompt in enumerate(prompts):
-        engine.add_request(f"{label}-{index}", {"prompt_token_ids": prompt}, sampling)
-    counts: dict[str, int] = {}
-    started: tuple[int, float] | None = None
-    ended: tuple[int, float] | None = None
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        counts |= {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
-        now = sum(counts.values()), time.perf_counter()
-        if started is None and len(counts) == len(prompts):
-            started = now
-        if ended is None and any(output.finished for output in outputs):
-            ended = now
-    if started is None or ended is None:
-        raise RuntimeError("a batch ended before all of its requests had a token; raise --max-tokens.")
-    return ended[0] - started[0], ended[1] - started[1]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 The null page, free pages, pages of requests that are not in the step, what a request has already computed, and
 positions beyond the maximum length must stay as they were, bit for bit, in the layers of target and drafter alike.
-A page that was just handed out is zeroed, even if its request loses it again before the step. At the start all pages
-get a pattern, so that other zeros are seen.
+The drafter's layers may also get rows that waited, but only in the page that the request is filling: fuller ones may be
+shared. A page that was just handed out is zeroed, even if its request loses it again before the step. At the start all
+pages get a pattern, so that other zeros are seen.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+
+from vllm_dflash.draft_length import BACKLOG_ROWS
 
 _PATTERN = 3.0
 
@@ -55,13 +58,15 @@ class CacheCanary:
         starts = batch.num_computed_tokens_cpu[: batch.num_reqs].copy()
         result = self._sample(*arguments, **named)
         if self._snapshot is not None:
-            is_free = self._writable_slots(starts.tolist())
+            filling = [max(start - BACKLOG_ROWS, start // self.page_size * self.page_size) for start in starts.tolist()]
+            is_free, is_free_for_drafter = self._writable_slots(starts.tolist()), self._writable_slots(filling)
             for name, cache in self.caches.items():
-                self._check(name, self._snapshot[name], cache, is_free)
+                allowed = is_free_for_drafter if name in self.draft_layers else is_free
+                self._check(name, self._snapshot[name], cache, allowed)
         return result
 
     def _writable_slots(self, starts: list[int]) -> torch.Tensor:
-        """[pages, page size] bool: from each request's first new position to the last that it can ever have.
+        """[pages, page size] bool: from each request's first writable position to the last that it can ever have.
 
         A page that several requests share is written by the one that computes it, perhaps in this very step.
         """
