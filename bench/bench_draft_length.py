@@ -63,18 +63,22 @@ def while_decoding(llm: Any, questions: list[str], max_tokens: int) -> Answered:
 
 def rows_of(cell: dict[str, Any]) -> list[dict[str, Any]]:
     """A cell as rows of the CSV, one per engine."""
-    names = [name for name in cell if f"{name} range" in cell]
     return [
         {"task": cell["task"], "concurrency": cell["concurrency"], "engine": name}
         | {"over_plain": cell[name], "range": cell[f"{name} range"]}
         | {"over_best_fixed": cell["auto over best fixed"] if name == AUTO else ""}
-        for name in names
+        for name in engines_in(cell)
     ]
+
+
+def engines_in(cell: dict[str, Any]) -> list[str]:
+    """Names of the engines that a cell has ratios of."""
+    return [name for name in cell if f"{name} range" in cell]
 
 
 def markdown(cells: list[dict[str, Any]]) -> list[str]:
     """Lines of README's table."""
-    names = [name for name in cells[0] if f"{name} range" in cells[0]]
+    names = engines_in(cells[0])
     header = ["task", "concurrency", *names, "range", "over best fixed K"]
     values = [
         [c["task"], c["concurrency"], *(c[name] for name in names), c[f"{AUTO} range"], c["auto over best fixed"]]

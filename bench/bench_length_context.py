@@ -17,6 +17,7 @@ from typing import Any
 
 from bench_length_extremes import CHAOTIC, THINGS, K, flush_trace
 from bench_serving import Kind, start_engines
+from decoding import as_tokens
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 #: Ranges of lengths begin here.
@@ -60,9 +61,8 @@ def seconds_by_length(llm: Any, options: argparse.Namespace) -> dict[int | str, 
 
 def _seconds_by_length(llm: Any, text: str, sampling: Any) -> dict[int, float]:
     engine = llm.llm_engine
-    conversation = [{"role": "user", "content": text}]
-    prompt = llm.get_tokenizer().apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-    engine.add_request(text, {"prompt_token_ids": list(prompt)}, sampling)
+    [prompt] = as_tokens(llm, [text])
+    engine.add_request(text, {"prompt_token_ids": prompt}, sampling)
     spent: dict[int, list[float]] = {}
     known, last = 0, time.perf_counter()
     while engine.has_unfinished_requests():

@@ -103,15 +103,14 @@ def measure(
     concurrency: int,
     options: argparse.Namespace,
     ask: Callable[[int], list[str]],
-    answer: Callable[[Any, list[str], int], Answered] | None = None,
+    answer: Callable[[Any, list[str], int], Answered] = answer_as_one_batch,
 ) -> dict[str, list[float]]:
     """Tokens per second of each engine in each round; raises if texts differ.
 
     Args:
         ask: the questions of a round, `concurrency` of them.
-        answer: gets an engine, the questions and max_tokens; default `answer_as_one_batch`.
+        answer: gets an engine, the questions and max_tokens.
     """
-    answer = answer or answer_as_one_batch
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(options.rounds + 1):  # the first one warms up
         questions = ask(round_number)

@@ -79,6 +79,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.sample.sampler": (
         Row("Sampler", "verification.py"),
         Row("Sampler.compute_logprobs", "verification.py", call="logits"),
+        Row("Sampler.forward", "verification.py", call="logits sampling_metadata predict_bonus_token"),
         Row("Sampler.gather_specific_token_logprobs", "verification.py", call="logprobs logprob_token_ids sampled"),
     ),
     "vllm.v1.sample.ops.topk_topp_sampler": (
