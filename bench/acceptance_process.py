@@ -122,8 +122,11 @@ class RecordedText:
     def __init__(self, trace: Trace, num_requests: int, seed: int) -> None:
         self.num_requests, self._num_positions = num_requests, trace.num_speculative_tokens
         cycles: dict[str, list[tuple[tuple[float, ...], int]]] = {}
-        for line in trace.steps:
+        last = {cycle.id: number for number, line in enumerate(trace.steps) for cycle in line.cycles}
+        for number, line in enumerate(trace.steps):
             for cycle in line.cycles:
+                if cycle.verified == 0 and number == last[cycle.id]:
+                    continue  # the request ended before these drafts were verified
                 if cycle.verified != cycle.drafted:
                     raise ValueError(
                         f"the trace verified {cycle.verified} of {cycle.drafted} drafts of request {cycle.id}, so what"

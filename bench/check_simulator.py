@@ -2,10 +2,10 @@
 
     python bench/check_simulator.py
 
-One engine that always drafts and verifies K tokens is traced at concurrency 1 and 8: its timed steps are the cost
-table, its outcomes the text. Then settings that are not in the trace are simulated from both and measured in the same
-process: other fixed lengths, lengths decided in every step, other concurrencies. Tokens per second are counted as the
-simulator does, see decoding.py.
+One engine is traced at concurrency 1 and 8, with requests that draft and verify K tokens in every step and with some
+that never draft: its timed steps are the cost table, its outcomes the text. Then settings that are not in the trace are
+simulated from both and measured in the same process: other fixed lengths, lengths decided in every step, other
+concurrencies. Tokens per second are counted as the simulator does, see decoding.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
         kinds |= {k: Kind(k, draft_length="fixed") for k, _ in HELD_OUT if k is not None}
         engines = start_engines(kinds, options)  # type: ignore[arg-type]
         for concurrency in FITTED:
-            tokens_per_second(engines[K], concurrency, options)
+            for drafts in (False, True):
+                tokens_per_second(engines[K], concurrency, options, drafts)
         flush_trace(engines[K])
         trace = read_trace(file)
     costs = MeasuredCosts("this machine", CostModel.from_profile(decoding_steps(trace)))
@@ -79,13 +80,15 @@ def decoding_steps(trace: Any) -> list[Any]:
     return [step for step in steps if step.size.num_tokens <= (K + 1) * step.size.num_requests]
 
 
-def tokens_per_second(llm: Any, concurrency: int, options: argparse.Namespace) -> tuple[float, int]:
+def tokens_per_second(
+    llm: Any, concurrency: int, options: argparse.Namespace, drafts: bool = True
+) -> tuple[float, int]:
     """Of all questions in batches of `concurrency`, while whole batches are decoded; and the mean prompt's tokens."""
     tokens, seconds, prompts = 0, 0.0, []
     for first in range(0, options.questions - concurrency + 1, concurrency):
         texts = [question(index // 8, index % 8) for index in range(first, first + concurrency)]
         batch = as_tokens(llm, texts)
-        decoded = decode(llm, batch, options.max_tokens)
+        decoded = decode(llm, batch, options.max_tokens, drafts)
         tokens, seconds = tokens + decoded.tokens, seconds + decoded.seconds
         prompts += [len(prompt) for prompt in batch]
     return tokens / seconds, round(statistics.mean(prompts))

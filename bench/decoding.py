@@ -18,8 +18,8 @@ class Decoded(NamedTuple):
     texts: list[list[int]]  # all tokens of each request
 
 
-def decode(llm: Any, prompts: list[list[int]], max_tokens: int) -> Decoded:
-    """Answer prompts (token ids), all at once, greedily.
+def decode(llm: Any, prompts: list[list[int]], max_tokens: int, drafts: bool = True) -> Decoded:
+    """Answer prompts (token ids), all at once, greedily; without drafts where these requests are to have none.
 
     Raises:
         RuntimeError: a request ended before the last one had a token.
@@ -27,7 +27,7 @@ def decode(llm: Any, prompts: list[list[int]], max_tokens: int) -> Decoded:
     from vllm import SamplingParams
 
     engine, label = llm.llm_engine, time.monotonic()
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args={"dflash": drafts})
     names = [f"{label}-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts):
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling)

@@ -27,11 +27,13 @@ def bench(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def write_trace(path: Path, verified: int) -> Path:
-    decision = DraftDecision(("a",), np.array([[0.9, 0.6]]), np.array([verified]), np.zeros(1, dtype=bool))
+def write_trace(path: Path, *verified: int) -> Path:
+    """Cycles of one request, which verify so many tokens; one number stands for three cycles."""
+    verified = verified if len(verified) > 1 else 3 * verified
     with TraceWriter(path, 2) as writer:
-        for accepted in (2, 0, 1):
-            writer.write(TimedStep(StepSize(1, 3), 0.03), decision, [verified], [min(accepted, verified)])
+        for count, accepted in zip(verified, (2, 0, 1, 2)):
+            decision = DraftDecision(("a",), np.array([[0.9, 0.6]]), np.array([count]), np.zeros(1, dtype=bool))
+            writer.write(TimedStep(StepSize(1, 3), 0.03), decision, [count], [min(accepted, count)])
     return path
 
 
@@ -50,8 +52,9 @@ def test_a_trace_is_replayed_and_its_table_written(tmp_path):
     assert rates["ours"] > 0.9 * rates["plain"]
 
 
-def test_a_record_is_replayed_by_its_token_offsets(tmp_path):
-    text = bench("acceptance_process").RecordedText(read_trace(write_trace(tmp_path / "trace.jsonl", 2)), 1, 0)
+@pytest.mark.parametrize("verified", [(2, 2, 2), (2, 2, 2, 0)], ids=["whole", "ends with drafts that nobody verified"])
+def test_a_record_is_replayed_by_its_token_offsets(tmp_path, verified):
+    text = bench("acceptance_process").RecordedText(read_trace(write_trace(tmp_path / "trace.jsonl", *verified)), 1, 0)
     seen = []
     for _ in range(6):
         probabilities, confidences = text.blocks()
@@ -64,6 +67,8 @@ def test_a_record_is_replayed_by_its_token_offsets(tmp_path):
 def test_a_trace_with_cut_drafts_is_refused(tmp_path):
     with pytest.raises(ValueError, match="verified 1 of 2 drafts of request a"):
         bench("acceptance_process").RecordedText(read_trace(write_trace(tmp_path / "trace.jsonl", 1)), 1, 0)
+    with pytest.raises(ValueError, match="verified 0 of 2 drafts of request a"):
+        bench("acceptance_process").RecordedText(read_trace(write_trace(tmp_path / "cut.jsonl", 2, 0, 2)), 1, 0)
 
 
 def test_a_roofline_is_flat_and_then_rises():

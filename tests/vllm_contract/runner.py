@@ -94,6 +94,7 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             "SpecDecodeMetadata",
             "verification.py, sampling_control.py",
             fields="draft_token_ids num_draft_tokens cu_num_draft_tokens cu_num_sampled_tokens target_logits_indices",
+            contains="self.max_spec_len = max(self.num_draft_tokens)",
         ),
     ),
     "vllm.v1.sample.rejection_sampler": (
