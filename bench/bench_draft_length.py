@@ -3,9 +3,9 @@
     python bench/bench_draft_length.py                                     # questions made here
     python bench/bench_draft_length.py --data gsm8k.jsonl mt_bench.jsonl   # rows with 'prompt'; a task per file
 
-All engines are alive at once and answer the same prompts in turn, as in bench_serving.py; tokens per second are counted
-while all requests of a batch are decoded (decoding.py). Reported is the median over rounds of each engine's, divided by
-plain vLLM's in the same round, with the range; and for ours by the best fixed K of the cell.
+All engines are alive at once and answer the same prompts, step by step in turn; tokens per second are counted while all
+requests of a batch are decoded (decoding.py). Reported is the median over rounds of each engine's, divided by plain
+vLLM's in the same round, with the range; and for ours by the best fixed K of the cell.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_serving import Answered, Kind, measure, start_engines
-from decoding import as_tokens, decode
+from rounds import measure, while_decoding
+from serving_engines import Kind, start_engines
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 AUTO = "ours, auto"
@@ -45,7 +45,7 @@ def main() -> None:
     cells = []
     for task, ask in tasks(options.data).items():
         for concurrency in options.concurrency:
-            rates = measure(engines, concurrency, options, lambda n, ask=ask, c=concurrency: ask(n, c), while_decoding)
+            rates = measure(engines, options, lambda n, ask=ask, c=concurrency: ask(n, c), while_decoding)
             cell = {"task": task, "concurrency": concurrency} | ratios(rates)
             print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
             cells.append(cell)
@@ -53,12 +53,6 @@ def main() -> None:
             facts |= {"drafter": Path(options.drafter).name} | circumstances()
             append_csv("draft_length", [row | facts for row in rows_of(cell)])
     print("\n" + "\n".join(markdown(cells)))
-
-
-def while_decoding(llm: Any, questions: list[str], max_tokens: int) -> Answered:
-    """For `measure`."""
-    decoded = decode(llm, as_tokens(llm, questions), max_tokens)
-    return Answered(decoded.tokens / decoded.seconds, decoded.texts)
 
 
 def rows_of(cell: dict[str, Any]) -> list[dict[str, Any]]:

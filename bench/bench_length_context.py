@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_length_extremes import CHAOTIC, THINGS, K, flush_trace
-from bench_serving import Kind, start_engines
+from bench_length_extremes import CHAOTIC, THINGS, K
 from decoding import as_tokens
+from serving_engines import Kind, flush_trace, start_engines
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 #: Ranges of lengths begin here.

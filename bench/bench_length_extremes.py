@@ -4,9 +4,9 @@
     python bench/bench_length_extremes.py perfect     # every draft is right: what is lost beside always the whole block
     python bench/bench_length_extremes.py mixed       # a predictable and a chaotic request in one batch
 
-Engines are held against each other in interleaved rounds, as in bench_serving.py; reported are medians over rounds and
-the range. Drafts that are all right are the known answer in place of what the shipped drafter says, which costs what it
-always costs. Lengths of single requests come from the trace that the proposer writes.
+All engines are alive at once and answer the same requests, step by step in turn (decoding.py); reported are medians
+over rounds and the range. Drafts that are all right are the known answer in place of what the shipped drafter says,
+which costs what it always costs. Lengths of single requests come from the trace that the proposer writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench_serving import Kind, measure, start_engines
+from decoding import as_tokens, decode_in_turn
+from rounds import measure, while_decoding
+from serving_engines import Kind, flush_trace, runner_of, start_engines
 from setting import DRAFTER, REPOSITORY, append_csv, circumstances, question, set_environment
 
 K = 7
@@ -54,7 +56,7 @@ def hopeless(options: argparse.Namespace) -> list[dict[str, Any]]:
         options.drafter = str(write_random_drafter(Path(folder)))
         engines = start_engines({"plain": Kind(None, enabled=False), "auto": Kind(K)}, options)
         return [
-            {"concurrency": c} | over(measure(engines, c, options, asks(c)), "auto", "plain")
+            {"concurrency": c} | over(measure(engines, options, asks(c), while_decoding), "auto", "plain")
             for c in options.concurrency
         ]
 
@@ -67,7 +69,7 @@ def perfect(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for concurrency in options.concurrency:
         know_answers(engines, ("fixed", "auto"), concurrency, options)
-        rates = measure(engines, concurrency, options, asks(concurrency))
+        rates = measure(engines, options, asks(concurrency), while_decoding)
         row = {"concurrency": concurrency} | over(rates, "auto", "fixed") | over(rates, "fixed", "plain")
         rows.append(row | over(rates, "auto", "plain"))
     return rows
@@ -81,18 +83,17 @@ def mixed(options: argparse.Namespace) -> list[dict[str, Any]]:
     kinds = {"plain": Kind(None, enabled=False)} | {f"K={k}": Kind(k, draft_length="fixed") for k in (1, 3, K)}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
-        engines = start_engines(kinds | {"auto": Kind(K, trace=str(trace))}, options, disable_log_stats=False)
+        engines = start_engines(kinds | {"auto": Kind(K, trace=str(trace))}, options)
         greedy = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
         wild = SamplingParams(temperature=1.3, max_tokens=options.max_tokens, ignore_eos=True)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
         for number in range(options.rounds + 1):  # the first one warms up
             texts = (PREDICTABLE, CHAOTIC.format(thing=THINGS[number % len(THINGS)]))
-            conversations = [[{"role": "user", "content": text}] for text in texts]
-            for name in list(engines)[:: 1 if number % 2 else -1]:
-                outputs = engines[name].chat(conversations, [greedy, wild], use_tqdm=False)
-                if number:
-                    times = [output.metrics.last_token_ts - output.metrics.first_token_ts for output in outputs]
-                    seconds[name].append((times[0], times[1]))
+            requests = list(zip(as_tokens(engines["auto"], texts), (greedy, wild)))
+            decoded = decode_in_turn(engines, requests)
+            for name, one in decoded.items() if number else ():
+                times = [end - begin for begin, end in zip(one.began, one.ended)]
+                seconds[name].append((times[0], times[1]))
         flush_trace(engines["auto"])
         lengths = _verified_by_request(trace, skipped=2)
     rows = []
@@ -163,16 +164,6 @@ def over(rates: dict[str, list[float]], name: str, other: str) -> dict[str, str]
 
 def spread(name: str, ratios: list[float]) -> dict[str, str]:
     return {name: f"{statistics.median(ratios):.3f}", f"{name}, range": f"{min(ratios):.2f}-{max(ratios):.2f}"}
-
-
-def runner_of(llm: Any) -> Any:
-    """vLLM's model runner, which is in this process."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-def flush_trace(llm: Any) -> None:
-    """Write the steps that wait to be written."""
-    runner_of(llm).drafter.lengths.trace.flush()
 
 
 if __name__ == "__main__":

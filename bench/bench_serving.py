@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from rounds import Answered, measure
+from serving_engines import Kind, start_engines
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 
 
@@ -40,55 +40,18 @@ def main() -> None:
     engines = start_engines(kinds, options)
     rows = []
     for concurrency in options.concurrency:
-        rates = measure(engines, concurrency, options, lambda n, c=concurrency: [question(n, i) for i in range(c)])
+        rates = measure(engines, options, lambda n, c=concurrency: [question(n, i) for i in range(c)], one_by_one)
         rows += summarise(rates, concurrency, options)
     append_csv("serving", rows)
     print_table(rows)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An engine: K, None for no speculation, and our settings."""
-
-    num_drafted: int | None
-    enabled: bool = True
-    draft_length: str = "auto"
-    trace: str = ""
+def one_by_one(engines: dict[str, Any], questions: list[str], max_tokens: int) -> dict[str, Answered]:
+    """For `measure`: tokens per second from the first prompt to the last answer."""
+    return {name: _answer_as_one_batch(llm, questions, max_tokens) for name, llm in engines.items()}
 
 
-def start_engines(kinds: dict[str, Kind], options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
-    """The engines, all of one target and drafter, alive together; `settings` are LLM's."""
-    from vllm import LLM
-
-    from vllm_dflash.targets import target_folder
-
-    def start(kind: Kind) -> Any:
-        speculative = {"method": "dflash", "model": options.drafter, "num_speculative_tokens": kind.num_drafted}
-        ours = {"enabled": kind.enabled, "draft_length": kind.draft_length, "trace": kind.trace}
-        arguments = {
-            "dtype": options.dtype,
-            "enforce_eager": True,
-            "max_model_len": 512,
-            "max_num_seqs": max(options.concurrency),
-            "enable_prefix_caching": False,
-            "speculative_config": speculative if kind.num_drafted else None,
-            "additional_config": {"dflash": ours},
-            "use_tqdm_on_load": False,
-        }
-        return LLM(str(target_folder("smollm2")), **arguments | settings)
-
-    return {name: start(kind) for name, kind in kinds.items()}
-
-
-class Answered(NamedTuple):
-    """What an engine made of a round's questions."""
-
-    rate: float  # tokens per second
-    texts: list[list[int]]  # tokens of each
-
-
-def answer_as_one_batch(llm: Any, questions: list[str], max_tokens: int) -> Answered:
-    """Tokens per second from the first prompt to the last answer."""
+def _answer_as_one_batch(llm: Any, questions: list[str], max_tokens: int) -> Answered:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -96,36 +59,6 @@ def answer_as_one_batch(llm: Any, questions: list[str], max_tokens: int) -> Answ
     outputs = llm.chat([[{"role": "user", "content": text}] for text in questions], sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
     return Answered(len(questions) * max_tokens / seconds, [list(output.outputs[0].token_ids) for output in outputs])
-
-
-def measure(
-    engines: dict[str, Any],
-    concurrency: int,
-    options: argparse.Namespace,
-    ask: Callable[[int], list[str]],
-    answer: Callable[[Any, list[str], int], Answered] = answer_as_one_batch,
-) -> dict[str, list[float]]:
-    """Tokens per second of each engine in each round; raises if texts differ.
-
-    Args:
-        ask: the questions of a round, `concurrency` of them.
-        answer: gets an engine, the questions and max_tokens.
-    """
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    for round_number in range(options.rounds + 1):  # the first one warms up
-        questions = ask(round_number)
-        texts = []
-        # Reversing every other round keeps a slow drift of the machine from favouring one place in the order.
-        for name in list(engines)[:: 1 if round_number % 2 else -1]:
-            answered = answer(engines[name], questions, options.max_tokens)
-            texts.append(answered.texts)
-            if round_number > 0:
-                rates[name].append(answered.rate)
-        if options.dtype == "float32" and any(text != texts[0] for text in texts):
-            raise SystemExit(
-                f"texts differ in round {round_number} at concurrency {concurrency}; no speed is reported."
-            )
-    return rates
 
 
 def summarise(rates: dict[str, list[float]], concurrency: int, options: argparse.Namespace) -> list[dict[str, Any]]:

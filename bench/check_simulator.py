@@ -16,10 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_length_extremes import flush_trace
-from bench_serving import Kind, start_engines
-from decoding import as_tokens, decode
+from decoding import decode, greedy
 from length_policies import Cell, Fixed, Ours
+from serving_engines import Kind, flush_trace, start_engines
 from setting import DRAFTER, append_csv, circumstances, question, set_environment
 from simulate import simulate
 from step_costs import MeasuredCosts
@@ -87,10 +86,10 @@ def tokens_per_second(
     tokens, seconds, prompts = 0, 0.0, []
     for first in range(0, options.questions - concurrency + 1, concurrency):
         texts = [question(index // 8, index % 8) for index in range(first, first + concurrency)]
-        batch = as_tokens(llm, texts)
-        decoded = decode(llm, batch, options.max_tokens, drafts)
+        requests = greedy(llm, texts, options.max_tokens, drafts)
+        decoded = decode(llm, requests)
         tokens, seconds = tokens + decoded.tokens, seconds + decoded.seconds
-        prompts += [len(prompt) for prompt in batch]
+        prompts += [len(prompt) for prompt, _ in requests]
     return tokens / seconds, round(statistics.mean(prompts))
 
 

@@ -67,6 +67,7 @@ class LengthControl:
         trace: gets every step.
         log: gets a line now and then.
         count: gets the counters now and then.
+        clock: seconds; a bench that gives several engines their turns puts one here that stands still in between.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LengthControl:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lengths, self.learns = lengths, learns
-        self._agree, self.trace, self._clock = agree, trace, clock
+        self._agree, self.trace, self.clock = agree, trace, clock
         self._pending: DraftDecision | None = None  # its drafts are being verified
         self._known: dict[str, int] = {}  # accepted tokens of its requests when they drafted
         self._last_ids: frozenset[str] = frozenset()
@@ -114,7 +115,7 @@ class LengthControl:
             context_rows: rows whose context K/V it wrote, those of earlier steps included.
             alive: requests that vLLM still knows; others are forgotten.
         """
-        now = self._clock()
+        now = self.clock()
         due, waiting = _due(self._pending, batch.request_ids, alive)
         if self._last_ids.intersection(batch.request_ids):
             verified, accepted = _outcome(due, self._known, batch)
