@@ -10,7 +10,7 @@ from vllm_dflash.context_backlog import ContextBacklog, ContextRows
 from vllm_dflash.draft_length import BACKLOG_ROWS
 from vllm_dflash.length_control import StepBatch
 
-PAGE = 40  # more than BACKLOG_ROWS
+PAGE = 40  # no page is full before the backlog is, in tests with four requests
 
 
 class Steps:

@@ -65,6 +65,12 @@ def draft_inputs(
     )
 
 
+def context_only(positions: torch.Tensor, slots: torch.Tensor) -> DraftRows:
+    """Rows of a step in which nothing was rejected and nobody drafts: the target's own positions and slots [T]."""
+    longs = positions.new_empty(0)
+    return DraftRows(positions, slots, positions.new_empty(0, dtype=torch.int32), longs, longs, longs)
+
+
 def draft_inputs_torch(
     anchor_ids: torch.Tensor,
     target_positions: torch.Tensor,

@@ -18,6 +18,7 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_dflash import LOGGER, cpu_backend
 from vllm_dflash.context_backlog import ContextBacklog, ContextRows
@@ -29,7 +30,7 @@ from vllm_dflash.memory_report import drafter_memory
 from vllm_dflash.requests import draft_limit
 from vllm_dflash.sampling_control import SamplingControl
 from vllm_dflash.thinking_budgets import ThinkingBudgets
-from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, draft_inputs
+from vllm_dflash.triton_kernels.draft_inputs import PAD_SLOT_ID, DraftRows, context_only, draft_inputs
 
 logger = init_logger(LOGGER)
 
@@ -57,6 +58,36 @@ class DraftProposer(DFlashProposer):
             if isinstance(layer, BaseLayerWithLoRA):  # it would look rows up in the target's batch
                 setattr(owner, name, layer.base_layer)
         self.sampling.install_verifier()
+
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Any,
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's: the anchors [R] int32 and how many tokens each request got [R]; at once where each got one.
+
+        While nothing is drafted on a CPU, what is done for each request in each step is most of what it costs.
+        """
+        num_reqs = gpu_input_batch.num_reqs
+        each_got_one = sampled_token_ids.shape[1] == 1 and not self.runner.discard_request_mask.np[:num_reqs].any()
+        if each_got_one and sampled_token_ids.is_cpu:
+            anchors = sampled_token_ids[:, 0].to(torch.int32)
+            return anchors, torch.ones_like(anchors)
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
+
+    def prepare_inputs_padded(
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        spec_decode_metadata: SpecDecodeMetadata,
+        valid_sampled_tokens_count: torch.Tensor,
+    ) -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
+        """vLLM's: metadata, each request's last row [R] and its rejected rows [R]; none where nothing was drafted."""
+        if valid_sampled_tokens_count.is_cpu and not any(spec_decode_metadata.num_draft_tokens):
+            last_rows = common_attn_metadata.query_start_loc[1:] - 1
+            return common_attn_metadata, last_rows, torch.zeros_like(last_rows)
+        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
 
     def prepare(self) -> None:
         """Decide how draft lengths are decided; vLLM has loaded and warmed up everything by now."""
@@ -99,18 +130,7 @@ class DraftProposer(DFlashProposer):
         positions = target_positions[0] if target_positions.dim() == 2 else target_positions
         batch = self.step_batch(common_attn_metadata, num_rejected_tokens_gpu, num_speculative_tokens)
         plan = self.lengths.plan(batch)
-        rows = draft_inputs(
-            next_token_ids,
-            positions,
-            common_attn_metadata.query_start_loc,
-            num_rejected_tokens_gpu,
-            common_attn_metadata.block_table_tensor,
-            torch.from_numpy(plan.drafting).to(self.device, non_blocking=True),
-            kv_block_size=self.block_size,
-            mask_token_id=self.mask_token_id,
-            num_query_per_req=1 + self.num_masks(plan),
-            max_position=self.max_draft_position,
-        )
+        rows = self.rows(plan, batch, next_token_ids, positions, common_attn_metadata, num_rejected_tokens_gpu)
         context_rows = self.store_context(target_hidden_states, rows, batch, is_drafting=len(plan.drafting) > 0)
         stored = time.perf_counter()
         hidden = self.run_queries(rows, plan.drafting, common_attn_metadata, num_rejected_tokens_gpu)
@@ -127,6 +147,32 @@ class DraftProposer(DFlashProposer):
             alive=self.runner.requests,
         )
         return self.by_request(tokens, decision.lengths, plan.drafting, len(next_token_ids), num_speculative_tokens)
+
+    def rows(
+        self,
+        plan: DraftPlan,
+        batch: StepBatch,
+        anchors: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: CommonAttentionMetadata,
+        num_rejected: torch.Tensor | None,
+    ) -> DraftRows:
+        """Context and query rows of the step."""
+        is_whole = len(plan.drafting) == 0 and batch.has_exact_lens and not batch.num_rejected.any()
+        if is_whole and batch.context_lens.max() <= self.max_draft_position:
+            return context_only(positions, metadata.slot_mapping[: len(positions)])
+        return draft_inputs(
+            anchors,
+            positions,
+            metadata.query_start_loc,
+            num_rejected,
+            metadata.block_table_tensor,
+            torch.from_numpy(plan.drafting).to(self.device, non_blocking=True),
+            kv_block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            num_query_per_req=1 + self.num_masks(plan),
+            max_position=self.max_draft_position,
+        )
 
     def num_masks(self, plan: DraftPlan) -> int:
         """Masks of a block. A causal drafter predicts the same with fewer behind; a bidirectional one sees them, also
@@ -152,26 +198,34 @@ class DraftProposer(DFlashProposer):
         may count rejected rows, and a request stops drafting up to K tokens early.
         """
         num_reqs = metadata.num_reqs
-        lengths = metadata.seq_lens_cpu_upper_bound[:num_reqs].numpy().astype(np.int64)
+        lengths = metadata.seq_lens_cpu_upper_bound.numpy()[:num_reqs].astype(np.int64)
         rejected = np.zeros(num_reqs, dtype=np.int64)
         has_exact_lens = num_rejected is None or num_rejected.is_cpu or self.lengths.learns
         if num_rejected is not None and has_exact_lens:
-            rejected = num_rejected.cpu().numpy().astype(np.int64)[:num_reqs]
-        lengths = lengths - rejected
-        has_room = lengths + 1 + self.num_speculative_tokens <= self.max_draft_position
-        is_prefilling = self.runner.discard_request_mask.np[:num_reqs]
+            rejected[:] = num_rejected.cpu().numpy()[:num_reqs]
+            lengths -= rejected
         request_ids = tuple(self.runner.input_batch.req_ids[:num_reqs])
-        parameters = [self.runner.requests[request].sampling_params for request in request_ids]
-        limits = [draft_limit(p.extra_args) if p is not None and p.extra_args else None for p in parameters]
-        caps = np.array([num_speculative_tokens if limit is None else limit for limit in limits], dtype=np.int64)
+        caps = np.full(num_reqs, num_speculative_tokens, dtype=np.int64)
+        is_seeded = np.zeros(num_reqs, dtype=bool)
+        for row, request_id in enumerate(request_ids):
+            parameters = self.runner.requests[request_id].sampling_params
+            if parameters is None:
+                continue
+            limit = draft_limit(parameters.extra_args) if parameters.extra_args else None
+            if limit is not None and limit < num_speculative_tokens:
+                caps[row] = limit
+            if parameters.seed is not None and parameters.temperature > 0:
+                is_seeded[row] = True
+        caps[lengths + 1 + num_speculative_tokens > self.max_draft_position] = 0
+        caps[self.runner.discard_request_mask.np[:num_reqs]] = 0  # a prompt goes on
         return StepBatch(
             request_ids=request_ids,
-            num_rows=np.diff(metadata.query_start_loc_cpu[: num_reqs + 1].numpy()).astype(np.int64),
+            num_rows=np.diff(metadata.query_start_loc_cpu.numpy()[: num_reqs + 1]).astype(np.int64),
             num_rejected=rejected,
             context_lens=lengths,
             has_exact_lens=has_exact_lens,
-            caps=np.where(has_room & ~is_prefilling, np.minimum(caps, num_speculative_tokens), 0),
-            is_seeded=np.array([p is not None and p.seed is not None and p.temperature > 0 for p in parameters]),
+            caps=caps,
+            is_seeded=is_seeded,
         )
 
     def store_context(

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -145,3 +148,70 @@ def test_vllm_samples_from_another_distribution(dflash, plain_texts, vllms_own_e
 
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", vllms_own_expand)
     assert p_value(plain_texts, sample(dflash)[0]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def drafter(engine, tiny_target, tiny_drafter):
+    """The proposer of an engine."""
+    return engine(tiny_target, drafter=tiny_drafter, num_drafted=4).runner.drafter
+
+
+def assert_same(ours: torch.Tensor, vllms: torch.Tensor) -> None:
+    assert ours.dtype == vllms.dtype
+    assert ours.tolist() == vllms.tolist()
+
+
+@pytest.mark.parametrize("num_drafts", [[0, 0, 0], [2, 0, 1]])
+def test_metadata_of_a_step_is_vllms_with_drafts_and_without(drafter, num_drafts):
+    runner = drafter.runner
+    rows = np.cumsum(np.array([4, 1, 1]) + num_drafts).astype(np.int32)  # the first has a prompt
+    ours = runner._calc_spec_decode_metadata(np.array(num_drafts, dtype=np.int32), rows)
+    vllms = type(runner)._calc_spec_decode_metadata.__wrapped__(runner, np.array(num_drafts, dtype=np.int32), rows)
+    for field in fields(vllms):
+        mine, theirs = getattr(ours, field.name), getattr(vllms, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert_same(mine, theirs)
+        else:
+            assert mine == theirs
+
+
+@pytest.mark.parametrize("is_prompt", [[False] * 3, [False, True, False]])
+def test_anchors_of_plain_steps_are_vllms(drafter, monkeypatch, is_prompt):
+    """A request whose prompt goes on has no token yet."""
+    batch = SimpleNamespace(num_reqs=3, req_ids=["a", "b", "c"], num_tokens_no_spec=[5, 6, 7], vocab_size=64)
+    requests = {name: SimpleNamespace(get_token_id=lambda index: 10 + index) for name in batch.req_ids}
+    mask = np.array(is_prompt)
+    monkeypatch.setattr(drafter.runner, "discard_request_mask", SimpleNamespace(np=mask))
+    arguments = (torch.tensor([[3], [4], [5]]), requests, batch, torch.from_numpy(mask))
+    ours = drafter.prepare_next_token_ids_padded(*arguments)
+    vllms = super(type(drafter), drafter).prepare_next_token_ids_padded(*arguments)
+    for mine, theirs in zip(ours, vllms):
+        assert_same(mine, theirs)
+    assert ours[0].tolist() == ([3, 15, 5] if is_prompt[1] else [3, 4, 5])
+
+
+@pytest.mark.parametrize("num_drafts", [[0, 0], [1, 0]])
+def test_rows_of_plain_steps_are_vllms(drafter, num_drafts):
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, 1 + num_drafts[0], 2 + sum(num_drafts)], dtype=torch.int32)
+    metadata = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([8, 9], dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=1 + max(num_drafts),
+        max_seq_len=9,
+        block_table_tensor=torch.zeros(2, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(int(starts[-1])),
+    )
+    drafts = drafter.runner._calc_spec_decode_metadata(np.array(num_drafts, dtype=np.int32), starts[1:].numpy())
+    arguments = (metadata, drafts, torch.ones(2, dtype=torch.int32))
+    ours = drafter.prepare_inputs_padded(*arguments)
+    vllms = super(type(drafter), drafter).prepare_inputs_padded(*arguments)
+    for mine, theirs in zip(ours[1:], vllms[1:]):
+        assert_same(mine, theirs)
+    assert_same(ours[0].query_start_loc, vllms[0].query_start_loc)
+    assert_same(ours[0].slot_mapping, vllms[0].slot_mapping)
+    assert ours[2].tolist() == num_drafts

@@ -92,8 +92,11 @@ RUNNER: dict[str, tuple[Row, ...]] = {
     "vllm.v1.spec_decode.metadata": (
         Row(
             "SpecDecodeMetadata",
-            "verification.py, sampling_control.py",
-            fields="draft_token_ids num_draft_tokens cu_num_draft_tokens cu_num_sampled_tokens target_logits_indices",
+            "verification.py, sampling_control.py, cpu_backend.py, proposer.py",
+            fields=(
+                "draft_token_ids num_draft_tokens cu_num_draft_tokens cu_num_sampled_tokens target_logits_indices "
+                "bonus_logits_indices logits_indices"
+            ),
             contains="self.max_spec_len = max(self.num_draft_tokens)",
         ),
     ),
@@ -200,6 +203,18 @@ RUNNER: dict[str, tuple[Row, ...]] = {
             call="num_tokens slot_mapping",
             returns="dict[str, torch.Tensor]",
         ),
+        Row(
+            "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+            "proposer.py",
+            signature="sampled_token_ids requests gpu_input_batch discard_request_mask",
+            returns="tuple[torch.Tensor, torch.Tensor]",
+        ),
+        Row(
+            "SpecDecodeBaseProposer.prepare_inputs_padded",
+            "proposer.py",
+            signature="common_attn_metadata spec_decode_metadata valid_sampled_tokens_count",
+            returns="tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]",
+        ),
         Row("SpecDecodeBaseProposer._greedy_sample", "proposer.py", signature="hidden_states"),
     ),
     "vllm.v1.spec_decode.utils": (Row("PADDING_SLOT_ID", "triton_kernels/draft_inputs.py", value=-1),),
@@ -243,6 +258,12 @@ RUNNER: dict[str, tuple[Row, ...]] = {
         ),
         Row("GPUModelRunner._input_fits_in_drafter", "runners.py", signature="common_attn_metadata"),
         Row("GPUModelRunner.sample_tokens", "runners.py", contains="self._input_fits_in_drafter(_)"),
+        Row(
+            "GPUModelRunner._calc_spec_decode_metadata",
+            "cpu_backend.py",
+            signature="num_draft_tokens cu_num_scheduled_tokens",
+            returns="SpecDecodeMetadata",
+        ),
         Row(
             "GPUModelRunner._bookkeeping_sync",
             "cpu_backend.py",

@@ -66,11 +66,14 @@ class AcceptanceEstimate:
         return _sigmoid(logits)
 
     def survival(self, confidences: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """[D, K] P(positions 1..j accepted); positions without a confidence go by their rates."""
+        """[D, K] P(positions 1..j accepted); positions beyond P, or where confidence is NaN, go by their rates."""
         known = confidences.shape[1]
         survival = np.empty((len(confidences), self.num_positions))
         survival[:, :known] = self.probabilities(confidences, offsets)
         survival[:, known:] = self.rates[known:]
+        is_unknown = np.isnan(confidences)
+        if is_unknown.any():
+            survival[:, :known] = np.where(is_unknown, self.rates[:known], survival[:, :known])
         return np.cumprod(survival, axis=1, out=survival)
 
     def observe(

@@ -34,6 +34,7 @@ from vllm_dflash.draft_length.steps import TimedStep
 #: Likely blocks over all requests that a plan is made from; 128 cost some 100 microseconds.
 _MAX_SAMPLES = 128
 _NOBODY = np.empty(0, dtype=np.int64)
+_NO_FLAGS = np.empty(0, dtype=bool)
 _NOTHING = Prospect(_NOBODY, 0, 0.0, 0.0)
 
 
@@ -51,7 +52,7 @@ class DraftLengthSettings:
     plan_every: int = 4  # steps for which a plan is kept while the same requests are decoded,
     plan_at_most_every: int = 16  # twice as many each time that the next is no other
     max_requests: int = 1024  # remembered at a time
-    all_timed_until: int = 512  # steps whose times are all learnt from; then one in `timed_every`, or it costs too much
+    all_timed_until: int = 64  # steps whose times are all learnt from; then one in `timed_every`, or it costs too much
     timed_every: int = 5  # no multiple of what else comes round regularly
 
 
@@ -117,11 +118,12 @@ class DraftLengthController:
         if fixed.any():
             drafting = np.union1d(drafting, np.flatnonzero(fixed))
             num_positions = max(num_positions, int(caps[fixed].max()))
-        if len(drafting):
-            num_positions = min(num_positions, int(caps[drafting].max()))
+        if len(drafting) == 0:
+            return DraftPlan(_NOBODY, 0, ids, context_lens, _NOBODY, _NO_FLAGS, is_probe=False, step=self._step)
+        num_positions = min(num_positions, int(caps[drafting].max()))
         return DraftPlan(
             drafting=drafting,
-            num_positions=num_positions if len(drafting) else 0,
+            num_positions=num_positions,
             request_ids=ids,
             context_lens=context_lens,
             caps=np.minimum(caps[drafting], num_positions),
@@ -152,7 +154,7 @@ class DraftLengthController:
             return DraftDecision(ids, confidences, np.zeros(0, dtype=np.int64), plan.fixed)
         slots = self._memory.slots(ids, plan.step)
         survival = self.acceptance.survival(confidences, self._memory.offsets[slots])
-        self._memory.remember(slots, survival, confidences, plan.step)
+        self._memory.remember(slots, confidences, plan.step)
         survival = survival[:, : plan.num_positions].copy()
         survival[np.arange(plan.num_positions) >= plan.caps[:, None]] = 0
         if plan.is_probe:

@@ -1,11 +1,13 @@
 """What is remembered of each request: how far it departs from the shared estimate, and how its last blocks looked.
 
-Before a draft pass there are no confidences, so the last survival vectors of a request stand for the next one, sorted
-by length and averaged in groups: the worse half and the better half, say. One mean would not do, because a block that
-turns out well is verified further than one that does not; a single block would not either, because requests are chosen
-by it, and those that were lucky once would be. A request without blocks of its own, or whose last one is long ago,
-goes by a pool of other requests' blocks. The pool takes blocks of requests that are new or are tried again: it stands
-for requests that nothing is known of, and one that drafts all the time should not crowd it.
+Before a draft pass there are no confidences, so those of a request's last blocks stand for the next one's. What they
+promise is judged by what is known now, so that a drafter that turns out to be wrong is not believed for another eight
+blocks. Their survival vectors are sorted by length and averaged in groups: the worse half and the better half, say. One
+mean would not do, because a block that turns out well is verified further than one that does not; a single block would
+not either, because requests are chosen by it, and those that were lucky once would be. A request without blocks of its
+own, or whose last one is long ago, goes by a pool of other requests' blocks. The pool takes blocks of requests that are
+new or are tried again: it stands for requests that nothing is known of, and one that drafts all the time should not
+crowd it.
 
 Requests have slots in arrays; with all slots taken, the one that was seen longest ago is forgotten.
 """
@@ -43,11 +45,11 @@ class RequestMemory:
         self._seen = np.zeros(max_requests, dtype=np.int64)  # step in which a request was last in the batch
         self.offsets = np.zeros(max_requests)
         self._information = np.zeros(max_requests)
-        self._recent = np.zeros((max_requests, NUM_RECENT, num_positions))
-        self._lengths = np.zeros((max_requests, NUM_RECENT))  # expected accepted tokens of those blocks
+        # Confidences; NaN where the LM head was not computed.
+        self._recent = np.full((max_requests, NUM_RECENT, num_positions), np.nan)
         self._num_blocks = np.zeros(max_requests, dtype=np.int64)  # remembered so far, NUM_RECENT of them kept
         self._drafted = np.zeros(max_requests, dtype=np.int64)  # step of the last block
-        self._pool = np.zeros((_POOL, num_positions))  # confidences; NaN where the LM head was not computed
+        self._pool = np.full((_POOL, num_positions), np.nan)  # the same
         self._num_pooled = 0
         self.seeded_lengths = np.zeros(max_requests, dtype=np.int64)  # see seeded.py
         self.seeded_misses = np.zeros(max_requests, dtype=np.int64)
@@ -97,18 +99,19 @@ class RequestMemory:
         self.seeded_lengths[slot], self.seeded_misses[slot] = FIRST_LENGTH, 0
         return slot
 
-    def remember(self, slots: np.ndarray, survival: np.ndarray, confidences: np.ndarray, step: int) -> None:
-        """Keep blocks that were just drafted: survival [D, K], and confidences [D, P] for the pool."""
+    def remember(self, slots: np.ndarray, confidences: np.ndarray, step: int) -> None:
+        """Keep the confidences [D, P] of blocks that were just drafted."""
+        num_positions = confidences.shape[1]
         is_news = (self._num_blocks[slots] < 4) | (self._drafted[slots] < step - 1)
         place = self._num_blocks[slots] % NUM_RECENT
-        self._recent[slots, place] = survival
-        self._lengths[slots, place] = survival.sum(1)
+        self._recent[slots, place] = np.nan
+        self._recent[slots, place, :num_positions] = confidences
         self._num_blocks[slots] += 1
         self._drafted[slots] = step
         fresh = confidences[is_news][-_POOL:]
         places = (self._num_pooled + np.arange(len(fresh))) % _POOL
         self._pool[places] = np.nan
-        self._pool[places, : confidences.shape[1]] = fresh
+        self._pool[places, :num_positions] = fresh
         self._num_pooled += len(fresh)
 
     def learn(self, slots: np.ndarray, residuals: np.ndarray, information: np.ndarray) -> None:
@@ -159,22 +162,22 @@ class RequestMemory:
         count = np.minimum(self._num_blocks[slots], NUM_RECENT)
         # Of a request with few blocks, some stand several times.
         index = np.arange(NUM_RECENT) % np.maximum(count, 1)[:, None]  # [R, NUM_RECENT]
-        lengths = self._lengths[slots[:, None], index]
-        index = np.take_along_axis(index, np.argsort(lengths, axis=1), axis=1)
-        own = self._recent[slots[:, None], index]
-        own = own.reshape(len(slots), num_samples, -1, own.shape[-1]).mean(2)
+        blocks = self._recent[slots[:, None], index]
+        own = estimate.survival(blocks.reshape(-1, blocks.shape[2]), np.repeat(self.offsets[slots], NUM_RECENT))
+        own = own.reshape(blocks.shape)
+        own = np.take_along_axis(own, np.argsort(own.sum(2), axis=1)[:, :, None], axis=1)
+        own = own.reshape(len(slots), num_samples, -1, own.shape[2]).mean(2)
         shared = self._shared_survival(num_samples, estimate)
         kept = count * _FADE ** np.maximum(step - 1 - self._drafted[slots], 0)
         weight = (kept / (kept + _SHARED_WEIGHT))[:, None, None]
         return weight * own + (1 - weight) * shared
 
     def _shared_survival(self, num_samples: int, estimate: AcceptanceEstimate) -> np.ndarray:
-        """[M or 1, K] of the pool, by what is known now: its first blocks were judged before anything was learnt."""
+        """[M or 1, K] of the pool."""
         pool = self._pool[: min(self._num_pooled, _POOL)]
         if len(pool) == 0:
             return np.cumprod(estimate.rates)[None]
-        probabilities = estimate.probabilities(pool, np.zeros(len(pool)))
-        survival = np.cumprod(np.where(np.isnan(pool), estimate.rates, probabilities), axis=1)
+        survival = estimate.survival(pool, np.zeros(len(pool)))
         survival = survival[np.argsort(survival.sum(1))]
         if len(pool) < num_samples:
             return survival.mean(0, keepdims=True)

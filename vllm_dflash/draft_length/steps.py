@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-#: Context rows of plain steps that may wait, and are then written at once: about as dear as one.
-BACKLOG_ROWS: Final = 32
+#: Context rows of plain steps that may wait, and are then written at once: three times as dear as one.
+BACKLOG_ROWS: Final = 128
 
 
 @dataclass(frozen=True)
