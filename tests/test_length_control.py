@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from vllm_dflash.draft_length import DraftDecision, ScheduledLengths, StepSize, read_trace
+from vllm_dflash.draft_length import DraftDecision, ScheduledLengths, StepSize, TimedStep, read_trace
 from vllm_dflash.draft_length.trace import TraceWriter
 from vllm_dflash.length_control import LengthControl, StepBatch
 
@@ -166,3 +168,97 @@ def test_nothing_is_pending_after_a_step_without_drafts(control, lengths, clock)
     step(control, clock, 0.5, batch("a", [1], [0], [8]))
     assert lengths.observed[0][:3] == (None, [], [])
     assert isinstance(control.choose(control.plan(batch("a", [1], [0], [9])), np.ones((1, 3))), DraftDecision)
+
+
+class Resting(Recorded):
+    """Plans nothing, for four steps at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.planned = 0
+        self.rests: list[tuple] = []
+
+    def plan(self, *arguments):
+        self.planned += 1
+        return replace(super().plan(*arguments), rest_steps=3)
+
+    def rested(self, step, count):
+        self.rests.append((count, step))
+
+
+def plain_steps(control: LengthControl, clock: Clock, first: int, count: int, ids: str = "a", **changed) -> None:
+    """Requests of one length, each step a second longer than the one before."""
+    for length in range(first, first + count):
+        rows = [1] * len(ids)
+        step(control, clock, float(length), replace(batch(ids, rows, [0] * len(ids), [length] * len(ids)), **changed))
+
+
+@pytest.fixture
+def resting(clock) -> LengthControl:
+    control = LengthControl(Resting(), learns=True, clock=clock)
+    step(control, clock, 1.0, batch("a", [7], [0], [7]))  # the prompt; its plan holds for no step with one row
+    return control
+
+
+@pytest.fixture(autouse=True)
+def without_context_rows(monkeypatch, request):
+    """Rows of plain steps wait, in tests of steps that are rested."""
+    if "resting" in request.fixturenames:
+        finish = LengthControl.finish
+        monkeypatch.setattr(LengthControl, "finish", lambda *a, **k: finish(*a, **(k | {"context_rows": 0})))
+
+
+def test_a_plan_without_drafts_holds_for_the_steps_that_are_like_it(resting, clock):
+    lengths, before = resting.lengths, resting.lengths.planned
+    plain_steps(resting, clock, 8, 3)
+    assert (lengths.planned, lengths.rests) == (before, [])
+    plain_steps(resting, clock, 11, 1)
+    [(count, mean)] = lengths.rests
+    assert (lengths.planned, count) == (before + 1, 3)
+    assert mean == TimedStep(mean.size, 9.0, 0.0, pytest.approx(0.01))
+    assert mean.size == StepSize(num_requests=1, num_tokens=1, context_tokens=10, attended_tokens=10)
+    assert [observed[3].seconds for observed in lengths.observed] == [11.0]
+
+
+@pytest.mark.parametrize("changed", ["requests", "caps", "rows"])
+def test_another_step_ends_the_rest(resting, clock, changed):
+    plain_steps(resting, clock, 8, 1)
+    before = resting.lengths.planned
+    if changed == "requests":
+        plain_steps(resting, clock, 9, 1, "ab")
+    elif changed == "caps":
+        plain_steps(resting, clock, 9, 1, caps=np.array([2]))
+    else:
+        step(resting, clock, 9.0, batch("a", [5], [0], [13]))
+    assert resting.lengths.planned == before + 1
+    assert [count for count, _ in resting.lengths.rests] == [1]
+    assert resting.lengths.observed[-1][3].seconds == 9.0
+
+
+def test_time_behind_the_last_step_is_no_part_of_the_rest(resting, clock):
+    plain_steps(resting, clock, 8, 2)
+    clock.now += 1000.0
+    step(resting, clock, 1.0, batch("b", [5], [0], [5]), alive="b")
+    [(count, mean)] = resting.lengths.rests
+    assert (count, mean.seconds) == (2, 8.5)
+    assert resting.lengths.forgotten == ["a"]
+
+
+def test_a_step_that_writes_rows_is_told_by_itself_and_the_plan_holds_on(resting, clock, monkeypatch):
+    lengths, before = resting.lengths, resting.lengths.planned
+    plain_steps(resting, clock, 8, 1)
+    monkeypatch.undo()
+    step(resting, clock, 5.0, batch("a", [1], [0], [9]))
+    assert (lengths.planned, [count for count, _ in lengths.rests]) == (before, [1])
+    assert lengths.observed[-1][3].seconds == 5.0
+    assert lengths.observed[-1][3].size.context_rows == 1
+    step(resting, clock, 1.0, batch("a", [1], [0], [10]))
+    step(resting, clock, 1.0, batch("a", [1], [0], [11]))
+    assert lengths.planned == before + 1  # three steps in all
+
+
+def test_steps_that_are_rested_are_traced(resting, clock, tmp_path):
+    resting.trace = TraceWriter(tmp_path / "trace.jsonl", 3)
+    plain_steps(resting, clock, 8, 4)
+    resting.trace.flush()
+    assert [line.step.seconds for line in read_trace(tmp_path / "trace.jsonl").steps] == [8.0, 9.0, 10.0, 11.0]

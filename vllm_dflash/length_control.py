@@ -8,6 +8,9 @@ proposer turns batches into the controller's values:
     decision = control.choose(plan, confidences)
     control.finish(batch, plan, decision, ...)  times; and what the target did with the drafts of the step before
 
+Where nobody drafts, a plan holds for some steps. As long as these are like the one that it was made for, nothing is
+asked or told; the controller hears of them at the end, all at once (`_Rest`).
+
 A step's time runs from the end of one `propose` to the end of the next, so everything between is in it: scheduler,
 target pass, accept or reject. It counts where a request of the step before is still there; otherwise the engine may
 have been idle.
@@ -41,6 +44,7 @@ class Lengths(Protocol):
     def plan(self, request_ids: Any, context_lens: Any, caps: Any, is_seeded: Any) -> DraftPlan: ...
     def choose(self, plan: DraftPlan, confidences: np.ndarray) -> DraftDecision: ...
     def observe(self, decision: Any, verified: Any, accepted: Any, step: TimedStep) -> None: ...
+    def rested(self, step: TimedStep, count: int) -> None: ...
     def forget(self, request_ids: Any) -> None: ...
 
 
@@ -55,6 +59,28 @@ class StepBatch:
     has_exact_lens: bool  # False: they may count rows that were rejected, because a GPU was not waited for
     caps: np.ndarray  # [R] most tokens that each can draft now; 0 = none
     is_seeded: np.ndarray  # [R] bool: sampled, with a seed
+
+
+@dataclass
+class _Rest:
+    """Steps for which an empty plan holds."""
+
+    plan: DraftPlan
+    batch: StepBatch  # the last one
+    left: int  # steps
+    count: int = 0  # steps that went by, and their seconds
+    seconds: float = 0.0
+    context_seconds: float = 0.0
+
+    def covers(self, batch: StepBatch) -> bool:
+        """The same requests decode on, and may draft no more and no less."""
+        is_same = self.left > 0 and batch.request_ids == self.batch.request_ids
+        return is_same and bool((batch.num_rows == 1).all()) and np.array_equal(batch.caps, self.batch.caps)
+
+    def step(self) -> TimedStep:
+        """Their mean."""
+        size = _size(self.batch, self.plan, 0, 0, 0)
+        return TimedStep(size, self.seconds / self.count, 0.0, self.context_seconds / self.count)
 
 
 class LengthControl:
@@ -86,10 +112,16 @@ class LengthControl:
         self._known: dict[str, int] = {}  # accepted tokens of its requests when they drafted
         self._last_ids: frozenset[str] = frozenset()
         self._last_end = 0.0
+        self._rest: _Rest | None = None
         self._reports = CounterReports(clock(), log, count)
 
     def plan(self, batch: StepBatch) -> DraftPlan:
         """Who drafts in this step."""
+        rest = self._rest
+        if rest is not None and rest.covers(batch):
+            rest.batch, rest.left = batch, rest.left - 1
+            return rest.plan
+        self._end_rest()
         return self._agree(self.lengths.plan(batch.request_ids, batch.context_lens, batch.caps, batch.is_seeded))
 
     def choose(self, plan: DraftPlan, confidences: np.ndarray) -> DraftDecision:
@@ -115,7 +147,13 @@ class LengthControl:
             context_rows: rows whose context K/V it wrote, those of earlier steps included.
             alive: requests that vLLM still knows; others are forgotten.
         """
-        now = self.clock()
+        now, rest_steps = self.clock(), plan.rest_steps
+        if self._rest is not None:
+            if context_rows == 0:
+                self._go_on_resting(now, context_seconds)
+                return
+            rest_steps = self._rest.left
+            self._end_rest()  # a step that writes what waited is like no other
         due, waiting = _due(self._pending, batch.request_ids, alive)
         if self._last_ids.intersection(batch.request_ids):
             verified, accepted = _outcome(due, self._known, batch)
@@ -135,6 +173,23 @@ class LengthControl:
         self._known = {i: lens[i] if i in lens else self._known[i] for i in pending.request_ids}
         self._last_ids, self._last_end = frozenset(batch.request_ids), now
         self._reports.report(now, self.lengths.counters)
+        if rest_steps and self._pending is None:
+            self._rest = _Rest(plan, batch, rest_steps)
+
+    def _go_on_resting(self, now: float, context_seconds: float) -> None:
+        rest = self._rest
+        assert rest is not None
+        seconds, self._last_end = now - self._last_end, now
+        rest.count, rest.seconds = rest.count + 1, rest.seconds + seconds
+        rest.context_seconds += context_seconds
+        if self.trace is not None:
+            self.trace.write(TimedStep(_size(rest.batch, rest.plan, 0, 0, 0), seconds, 0.0, context_seconds))
+
+    def _end_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None and rest.count:
+            self.lengths.rested(rest.step(), rest.count)
+            self._reports.report(self._last_end, self.lengths.counters)
 
 
 def _due(

@@ -334,3 +334,33 @@ def test_package_imports_neither_vllm_nor_torch_and_reads_no_clock():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_off_is_decided_for_several_steps_at_a_time_and_probed_all_the_same():
+    served = server("cpu", many(4, 0.0)).run(300)
+    controller, ids, contexts, caps = served.controller, list(served.acceptance), np.full(4, 100), np.full(4, K)
+    plain = timed(cpu, step_size(np.zeros(4, dtype=np.int64), contexts, 0, 0))
+    decided, probes, rested = 0, controller.counters.steps_probing, 0
+    before = controller.counters.steps
+    while rested < 3000:
+        plan = controller.plan(ids, contexts, caps)
+        decision = controller.choose(plan, np.full((len(plan.drafting), plan.num_positions), 0.7))
+        nothing = np.zeros(len(plan.drafting), dtype=np.int64)
+        assert plan.rest_steps == 0 or len(plan.drafting) == 0
+        controller.observe(decision, nothing, nothing, plain)
+        if plan.rest_steps:
+            controller.rested(plain, plan.rest_steps)
+        decided, rested = decided + 1, rested + plan.rest_steps
+    assert controller.counters.steps == before + decided + rested
+    assert decided < rested / 5
+    # Half a percent of the time; a probe is about as dear as a plain step's half.
+    assert 10 < controller.counters.steps_probing - probes < 80
+
+
+def test_seeded_requests_are_planned_for_in_every_step():
+    """Their lengths count steps of their own."""
+    controller = server("cpu", {}).controller
+    ids, contexts = ["a", "b"], np.full(2, 100)
+    for is_seeded, rests in ((np.array([False, False]), True), (np.array([False, True]), False)):
+        plan = controller.plan(ids, contexts, np.zeros(2, dtype=np.int64), is_seeded)
+        assert (plan.rest_steps > 0) == rests

@@ -8,7 +8,8 @@
 
 There are two decisions because the draft pass is paid before confidences are known. "Off" is an empty plan: the target
 pass of the next step is then a plain one. Context K/V are written by the next draft pass at the latest, so that
-switching back costs nothing.
+switching back costs nothing. An empty plan holds for some steps, for which neither `plan` nor `observe` is called but
+`rested` at their end: whoever does not draft should not pay for its being decided either.
 
 While off, the estimate of acceptance grows old, and while on, so does the price of a plain step. Both are refreshed by
 probes, paid from a small share of the time that has passed.
@@ -119,7 +120,9 @@ class DraftLengthController:
             drafting = np.union1d(drafting, np.flatnonzero(fixed))
             num_positions = max(num_positions, int(caps[fixed].max()))
         if len(drafting) == 0:
-            return DraftPlan(_NOBODY, 0, ids, context_lens, _NOBODY, _NO_FLAGS, is_probe=False, step=self._step)
+            is_free = is_seeded is None or not is_seeded.any()  # lengths of seeded requests count every step
+            rest_steps = self._planned_until - self._step - 1 if is_free else 0
+            return DraftPlan(_NOBODY, 0, ids, context_lens, _NOBODY, _NO_FLAGS, False, self._step, max(rest_steps, 0))
         num_positions = min(num_positions, int(caps[drafting].max()))
         return DraftPlan(
             drafting=drafting,
@@ -186,6 +189,14 @@ class DraftLengthController:
             if len(self._outcomes) > self.settings.plan_at_most_every:  # nothing is planned for seeded requests
                 self._learn()
 
+    def rested(self, step: TimedStep, count: int) -> None:
+        """Learn from `count` steps of an empty plan that went by without `plan` and `observe`; `step` is their mean."""
+        self._step += count
+        predicted = self.cost.observe(step)
+        for _ in range(count):
+            self.counters.add(step, predicted, 0, 0)
+        self._probe_seconds += self.settings.probe_share * step.seconds * count
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is remembered of finished requests."""
         finished = list(request_ids)
@@ -203,6 +214,7 @@ class DraftLengthController:
     ) -> tuple[np.ndarray, int, bool]:
         """Indices to draft for, positions, and whether it is a probe."""
         if not caps.any():
+            self._planned_for, self._planned_until = (), self._step + self.settings.plan_at_most_every
             return _NOBODY, 0, False
         if request_ids != self._planned_for or self._step >= self._planned_until:
             before, was_on = self._prospect, self._is_on
@@ -217,6 +229,7 @@ class DraftLengthController:
             return probed, self.num_speculative_tokens, len(probed) > 0
         if self._is_plain_step_due(len(slots)):
             self._steps_drafting = 0
+            self._planned_until = self._step + 1  # it is one step
             return _NOBODY, 0, False
         self._steps_drafting += 1
         looks_at_all = self._step % self.settings.all_positions_every == 0

@@ -23,6 +23,7 @@ class DraftPlan:
     fixed: np.ndarray  # [D] bool, rows whose length does not depend on the batch: it is their cap
     is_probe: bool  # drafted to learn, although it is not expected to pay
     step: int
+    rest_steps: int = 0  # nobody drafts, nor in as many steps after this one, as long as they are like it
 
 
 @dataclass(frozen=True)

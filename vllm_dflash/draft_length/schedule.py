@@ -75,6 +75,9 @@ class ScheduledLengths(_Schedule):
         """Counts only."""
         self.counters.add(step, step.seconds, int(verified.sum()), int(accepted.sum()))
 
+    def rested(self, step: TimedStep, count: int) -> None:
+        """Never: its plans hold for one step."""
+
 
 class ScheduledStepLengths(_Schedule):
     """The same for runners whose scheduler sets one length for all requests of a step.
