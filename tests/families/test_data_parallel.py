@@ -7,7 +7,6 @@ wait for ever. vLLM's CPU backend lacks the exchange of rows that experts need; 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -34,9 +33,9 @@ def free_port() -> str:
     """Below those that the system hands out, or another test is given it before the ranks listen, seconds later."""
     first = 20_000 + 10 * (os.getpid() % 1_000)
     for port in range(first, first + 2_000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return str(port)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:  # nobody listens
+                return str(port)
     raise OSError(f"no port from {first} on is free")
 
 
