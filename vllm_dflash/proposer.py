@@ -216,7 +216,7 @@ class DraftProposer(DFlashProposer):
                 caps[row] = limit
             if parameters.seed is not None and parameters.temperature > 0:
                 is_seeded[row] = True
-        caps[lengths + 1 + num_speculative_tokens > self.max_draft_position] = 0
+        caps[lengths + 1 + self.num_speculative_tokens > self.max_draft_position] = 0
         caps[self.runner.discard_request_mask.np[:num_reqs]] = 0  # a prompt goes on
         return StepBatch(
             request_ids=request_ids,
